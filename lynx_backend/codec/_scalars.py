@@ -1,0 +1,98 @@
+"""Scalar conversions that numba lacks, as LLVM instructions that vectorise.
+
+numba widens every integer to 64 bits and has no bfloat16 or float16 on CPU, so that the obvious
+Python would neither compile nor vectorise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+_F16, _F32 = ir.HalfType(), ir.FloatType()
+
+
+@intrinsic
+def bf16_to_float(_: Any, x: Any) -> Any:
+    """bfloat16 bits (uint16) to float32."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.bitcast(b.shl(b.zext(args[0], _I32), _I32(16)), _F32)
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic
+def float_to_bf16(_: Any, x: Any) -> Any:
+    """float32 to bfloat16 bits, half to even; x is finite."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        u = b.bitcast(args[0], _I32)
+        odd = b.and_(b.lshr(u, _I32(16)), _I32(1))
+        return b.trunc(b.lshr(b.add(b.add(u, _I32(0x7FFF)), odd), _I32(16)), _I16)
+
+    return types.uint16(types.float32), emit
+
+
+@intrinsic
+def fp16_to_float(_: Any, x: Any) -> Any:
+    """float16 bits (uint16) to float32."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.fpext(b.bitcast(args[0], _F16), _F32)
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic
+def float_to_fp16(_: Any, x: Any) -> Any:
+    """float32 to float16 bits, half to even."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.bitcast(b.fptrunc(args[0], _F16), _I16)
+
+    return types.uint16(types.float32), emit
+
+
+@intrinsic
+def bits_to_float(_: Any, x: Any) -> Any:
+    """float32 bits (uint32) to float32."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.bitcast(args[0], _F32)
+
+    return types.float32(types.uint32), emit
+
+
+@intrinsic
+def float_to_bits(_: Any, x: Any) -> Any:
+    """float32 to its bits (uint32)."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.bitcast(args[0], _I32)
+
+    return types.uint32(types.float32), emit
+
+
+@intrinsic
+def float_to_u8(_: Any, x: Any) -> Any:
+    """A whole float32 in [0, 255] to uint8."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.trunc(b.fptosi(args[0], _I32), _I8)
+
+    return types.uint8(types.float32), emit
+
+
+@intrinsic
+def u8_to_float(_: Any, x: Any) -> Any:
+    """uint8 to float32."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.sitofp(b.zext(args[0], _I32), _F32)
+
+    return types.float32(types.uint8), emit

@@ -1,0 +1,247 @@
+"""The store over real tiers: whole chunks or misses, whatever the tiers hold."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from lynx_backend import (
+    Codec,
+    CodecSpec,
+    ConfigError,
+    InvalidInputError,
+    TierError,
+)
+from lynx_backend.config import LynxConfig
+from lynx_backend.keys import ChunkKey, ObjectName, Part
+from lynx_backend.store import ChunkStore, Presence, StoredObjects
+from lynx_backend.tiers import MemoryTier, NvmeTier, Tier
+
+KEYS = [ChunkKey(b"i" * 16, bytes([n]) * 16) for n in range(4)]
+
+
+def cache(seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 2, 64, 2, 8, generator=g).to(torch.bfloat16)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> list[Tier]:
+    return [MemoryTier(1 << 20), NvmeTier(tmp_path / "nvme", 1 << 20)]
+
+
+@pytest.fixture
+def store(tiers: list[Tier]):
+    store = ChunkStore(Codec(), tiers)
+    yield store
+    store.close()
+
+
+def q_full(kv: torch.Tensor, spec: CodecSpec | None = None) -> torch.Tensor:
+    codec = Codec(spec)
+    return codec.decode(*codec.encode(kv))
+
+
+def test_put_then_get_is_q_full(store: ChunkStore):
+    assert store.get(KEYS[0]) is None
+    assert store.put(KEYS[0], cache())
+    assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+    out = torch.empty(2, 2, 100, 2, 8, dtype=torch.bfloat16)[:, :, 20:84]
+    assert store.get(KEYS[0], out) is out
+    assert torch.equal(out, q_full(cache()))
+
+
+def test_lookup_and_remove(store: ChunkStore):
+    store.put(KEYS[0], cache())
+    store.put(KEYS[1], cache(1))
+    for tier in store.tiers:
+        tier.delete([KEYS[1].object(Part.RESIDUAL)])
+        tier.delete([KEYS[2].object(Part.ANCHOR)])
+    assert store.lookup(KEYS[:3]) == [Presence.FULL, Presence.COARSE, Presence.ABSENT]
+    store.remove(KEYS)
+    assert store.lookup(KEYS[:3]) == [Presence.ABSENT] * 3
+    assert [list(tier.names()) for tier in store.tiers] == [[], []]
+
+
+def test_an_anchor_alone_is_a_miss_to_get_and_there_to_draft_on(store: ChunkStore):
+    store.put(KEYS[0], cache())
+    for tier in store.tiers:
+        tier.delete([KEYS[0].object(Part.RESIDUAL)])
+    assert store.get(KEYS[0]) is None
+    anchor = store.load(KEYS[0].object(Part.ANCHOR))
+    assert torch.equal(store.codec.decode(anchor), Codec().decode(Codec().encode(cache())[0]))
+    assert store.load(KEYS[0].object(Part.RESIDUAL)) is None
+
+
+def test_parts_may_lie_in_different_tiers(store: ChunkStore):
+    store.put(KEYS[0], cache())
+    store.tiers[0].delete([KEYS[0].object(Part.RESIDUAL)])
+    store.tiers[1].delete([KEYS[0].object(Part.ANCHOR)])
+    assert store.lookup(KEYS[:1]) == [Presence.FULL]
+    assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+
+
+def test_a_second_process_finds_what_the_first_stored(tmp_path: Path):
+    first = ChunkStore(Codec(), [NvmeTier(tmp_path, 1 << 20)])
+    first.put(KEYS[0], cache())
+    second = ChunkStore(Codec(), [NvmeTier(tmp_path, 1 << 20)])
+    assert torch.equal(second.get(KEYS[0]), q_full(cache()))
+
+
+@pytest.mark.parametrize("part", list(Part))
+def test_a_damaged_object_is_removed_and_the_next_tier_answers(
+    store: ChunkStore, part: Part, caplog: pytest.LogCaptureFixture
+):
+    store.put(KEYS[0], cache())
+    name = KEYS[0].object(part)
+    for offset in (0, 60, 90, 110, 140, -1):
+        data = bytearray(store.tiers[1].get(name))
+        data[offset] ^= 4
+        store.tiers[0].put(name, data)
+        with caplog.at_level(logging.WARNING):
+            assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+        assert store.tiers[0].get(name) is None
+    damaged = bytearray(store.tiers[1].get(name))
+    damaged[200] ^= 4
+    store.tiers[1].put(name, damaged)
+    assert store.get(KEYS[0]) is None
+    assert store.put(KEYS[0], cache())
+    assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+
+
+def test_objects_under_a_foreign_name_are_refused(store: ChunkStore):
+    """A whole pair, stored under another chunk's key, must not be served for it."""
+    store.put(KEYS[0], cache())
+    for tier in store.tiers:
+        for part in Part:
+            tier.put(KEYS[1].object(part), tier.get(KEYS[0].object(part)))
+    assert store.get(KEYS[1]) is None
+    assert store.load(KEYS[1].object(Part.ANCHOR)) is None
+
+
+def test_a_residual_of_another_encoding_is_never_combined(store: ChunkStore):
+    """Two writers of one key: the parts of both are whole, of one key, and do not fit."""
+    anchor, _ = store.codec.encode(cache(0), KEYS[0].digest)
+    _, residual = store.codec.encode(cache(1), KEYS[0].digest)
+    for tier in store.tiers:
+        tier.put(KEYS[0].object(Part.ANCHOR), anchor.numpy().data)
+        tier.put(KEYS[0].object(Part.RESIDUAL), residual.numpy().data)
+    assert store.get(KEYS[0]) is None
+    assert store.lookup(KEYS[:1]) == [Presence.ABSENT], "so that the next put can heal it"
+
+
+def test_another_codec_spec_is_a_miss_and_stays(tmp_path: Path):
+    mine = ChunkStore(Codec(), [NvmeTier(tmp_path, 1 << 20)])
+    theirs = ChunkStore(Codec(CodecSpec("paper")), [NvmeTier(tmp_path, 1 << 20)])
+    theirs.put(KEYS[0], cache())
+    assert mine.get(KEYS[0]) is None
+    assert theirs.get(KEYS[0]) is not None
+
+
+class BrokenTier(MemoryTier):
+    """A tier whose device has gone: every call fails as a real one does."""
+
+    name = "broken"
+    broken = True
+
+    def _check(self) -> None:
+        if self.broken:
+            raise TierError("device gone; check the mount")
+
+    def put(self, name: ObjectName, data: bytes) -> None:
+        self._check()
+        super().put(name, data)
+
+    def get(self, name: ObjectName) -> memoryview | None:
+        self._check()
+        return super().get(name)
+
+    def sizes(self, names: list[ObjectName]) -> list[int | None]:
+        self._check()
+        return super().sizes(names)
+
+    def delete(self, names: list[ObjectName]) -> None:
+        self._check()
+        super().delete(names)
+
+    def stats(self):
+        self._check()
+        return super().stats()
+
+
+def test_a_failing_tier_costs_nothing_but_itself(caplog: pytest.LogCaptureFixture):
+    broken = BrokenTier(1 << 20)
+    store = ChunkStore(Codec(), [broken, MemoryTier(1 << 20)])
+    with caplog.at_level(logging.WARNING):
+        assert store.put(KEYS[0], cache())
+        assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+        assert store.lookup(KEYS[:1]) == [Presence.FULL]
+        store.remove(KEYS[:1])
+    assert store.lookup(KEYS[:1]) == [Presence.ABSENT]
+    assert "device gone" in caplog.text
+    alone = ChunkStore(Codec(), [broken])
+    assert not alone.put(KEYS[0], cache())
+    assert alone.get(KEYS[0]) is None
+    assert alone.lookup(KEYS[:1]) == [Presence.ABSENT]
+    broken.broken = False
+    assert alone.put(KEYS[0], cache())
+    assert torch.equal(alone.get(KEYS[0]), q_full(cache()))
+
+
+def test_a_chunk_that_fits_nowhere_is_not_stored():
+    store = ChunkStore(Codec(), [MemoryTier(1000)])
+    assert not store.put(KEYS[0], cache())
+    assert store.lookup(KEYS[:1]) == [Presence.ABSENT]
+
+
+def test_residuals_go_before_anchors_under_pressure():
+    size = sum(map(len, Codec().encode(cache())))
+    store = ChunkStore(Codec(), [MemoryTier(int(3.2 * size))])
+    for n, key in enumerate(KEYS):
+        assert store.put(key, cache(n))
+    assert Presence.COARSE in store.lookup(KEYS)
+    assert Presence.ABSENT not in store.lookup(KEYS)
+    assert store.lookup(KEYS)[-1] == Presence.FULL
+
+
+def test_wrong_input_is_the_callers_to_see(store: ChunkStore):
+    with pytest.raises(InvalidInputError, match="NaN"):
+        store.put(KEYS[0], cache() * float("nan"))
+    store.put(KEYS[0], cache())
+    with pytest.raises(InvalidInputError, match="target is"):
+        store.get(KEYS[0], torch.empty(2, 2, 63, 2, 8, dtype=torch.bfloat16))
+    assert store.get(KEYS[0]) is not None, "a wrong target must not cost the chunk"
+    with pytest.raises(InvalidInputError, match="different names"):
+        ChunkStore(Codec(), [])
+    with pytest.raises(InvalidInputError, match="different names"):
+        ChunkStore(Codec(), [MemoryTier(1), MemoryTier(1)])
+
+
+def test_from_config(tmp_path: Path):
+    inline = {
+        "codec": {"profile": "paper", "chunk": 16},
+        "memory": {"max_bytes": "1MiB"},
+        "nvme": {"path": str(tmp_path), "max_bytes": "2MiB", "min_free_bytes": 0},
+    }
+    store = ChunkStore.from_config(LynxConfig.load(inline=inline, environ={}))
+    assert store.codec.spec == CodecSpec("paper", chunk=16)
+    assert [(t.name, t.stats().capacity_bytes) for t in store.tiers] == [
+        ("memory", 1 << 20),
+        ("nvme", 2 << 20),
+    ]
+    (tmp_path / "file").touch()
+    bad = {"nvme": {"path": str(tmp_path / "file")}}
+    with pytest.raises(ConfigError):
+        ChunkStore.from_config(LynxConfig.load(inline=bad, environ={}))
+
+
+def test_objects_as_a_transports_source(store: ChunkStore):
+    store.put(KEYS[0], cache())
+    source = StoredObjects(store)
+    names = [KEYS[0].object(part) for part in Part] + [KEYS[1].object(Part.ANCHOR)]
+    sizes = source.sizes(names)
+    assert sizes == [len(o) for o in Codec().encode(cache())] + [None]
+    assert [len(source.get(n) or b"") or None for n in names] == sizes
