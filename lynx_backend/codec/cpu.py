@@ -65,20 +65,24 @@ def _store(x: Any, dtype: int, row: Any) -> None:
 
 
 @_inline
-def _put_codes(plane: Any, channels: int, token: int, bits: int, codes: Any) -> None:
-    """Write one token's codes into a bit plane (``reference.pack_codes``), tokens in order."""
+def _put_codes(plane: Any, channels: int, token: int, bits: int, codes: Any, drop: int) -> None:
+    """Write ``bits`` bits of one token's codes, above the lowest ``drop``, into a bit plane.
+
+    The plane is ``reference.pack_codes``; tokens must come in order.
+    """
     at, shift = (token * bits) >> 3, (token * bits) & 7
+    mask = np.uint8((1 << bits) - 1)
     row = plane[at * channels : (at + 1) * channels]
     if shift == 0:
         for c in range(channels):
-            row[c] = codes[c]
+            row[c] = np.uint8(codes[c] >> drop) & mask
     else:
         for c in range(channels):
-            row[c] |= np.uint8(codes[c] << shift)
+            row[c] |= np.uint8((np.uint8(codes[c] >> drop) & mask) << shift)
     if shift + bits > 8:
         row = plane[(at + 1) * channels : (at + 2) * channels]
         for c in range(channels):
-            row[c] = np.uint8(codes[c] >> (8 - shift))
+            row[c] = np.uint8((np.uint8(codes[c] >> drop) & mask) >> (8 - shift))
 
 
 @_inline
@@ -187,10 +191,8 @@ def encode_units(
     bottom = np.empty((chunks, channels), np.float32)
     top = np.empty((chunks, channels), np.float32)
     offset, factor = np.empty(channels, np.float32), np.empty(channels, np.float32)
-    q = np.empty(channels, np.uint8)
-    a, r = np.empty(channels, np.uint8), np.empty(channels, np.uint8)
-    residual_mask = np.uint8((1 << residual_bits) - 1)
-    most = np.float32(levels)
+    biased = np.empty(channels, np.uint8)
+    most, shift = np.float32(levels), np.float32(bias)
     for unit in range(first, last):
         origin = (unit % kvs) * strides[0] + (unit // kvs) * strides[1]
         for page in range(pages):
@@ -204,10 +206,13 @@ def encode_units(
                 for t in range(start + k * chunk, start + min(length, (k + 1) * chunk)):
                     at = origin + t * strides[2]
                     _load(x[at : at + channels], dtype, row)
-                    for c in range(channels):
-                        taint[c] += row[c] * _ZERO  # stays 0 until a NaN or an infinity comes
-                    if not exact[t]:
+                    # A taint stays 0 until a NaN or an infinity comes.
+                    if exact[t]:
                         for c in range(channels):
+                            taint[c] += row[c] * _ZERO
+                    else:
+                        for c in range(channels):
+                            taint[c] += row[c] * _ZERO
                             lo[c] = min(lo[c], row[c])
                             hi[c] = max(hi[c], row[c])
             section = anchor[unit * sections[1] + page * sections[0] :]
@@ -259,28 +264,24 @@ def encode_units(
                     factor[c] = scale / wide if wide > _ZERO else _ZERO
                 for t in range(from_t, to_t):
                     if exact[t]:
-                        q[:] = 0
+                        biased[:] = bias
                     else:
                         at = origin + t * strides[2]
                         _load(x[at : at + channels], dtype, row)
                         if uniform:
                             for c in range(channels):
                                 v = (row[c] - offset[c]) * factor[c]
-                                q[c] = float_to_u8(_whole(_clip(v, most)))
+                                biased[c] = float_to_u8(_whole(_clip(v, most)) + shift)
                         else:
                             for c in range(channels):
                                 v = (row[c] - offset[c]) * factor[c]
                                 n = 0
                                 for step in (128, 64, 32, 16, 8, 4, 2, 1):
                                     n += step if thresholds[n + step - 1] <= v else 0
-                                q[c] = codes[n]
-                    for c in range(channels):
-                        biased = np.uint8(q[c] + bias)
-                        a[c] = np.uint8(biased >> residual_bits)
-                        r[c] = biased & residual_mask
-                    _put_codes(plane, channels, t - start, anchor_bits, a)
+                                biased[c] = np.uint8(codes[n] + bias)
+                    _put_codes(plane, channels, t - start, anchor_bits, biased, residual_bits)
                     if residual_bits:
-                        _put_codes(correction, channels, t - start, residual_bits, r)
+                        _put_codes(correction, channels, t - start, residual_bits, biased, 0)
             size = codes_at + channels * ((length * anchor_bits + 7) // 8)
             section[size : (size + 15) // 16 * 16] = 0
             size = channels * ((length * residual_bits + 7) // 8)
