@@ -1,0 +1,154 @@
+"""``lynx check``: does this configuration work, and how fast is what lies beneath it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..codec import CodecSpec
+from ..config import LynxConfig
+from ..errors import TierError
+from ..keys import CacheIdentity, ChunkKey, Part, chunk_keys
+from ..layout import KVLayout
+from ..store import ChunkStore
+from ..tiers import Tier
+
+_LAYOUT = KVLayout(2, 8, 256, 8, 128, "bfloat16")
+_ROUNDS = 5
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="YAML file of settings; default: $LYNX_CONFIG, then LYNX_* variables.",
+    ),
+]
+
+
+def check(config: ConfigOption = None) -> None:
+    """Prove that a configuration works: a chunk through every tier and back, with timings.
+
+    Prints each setting and where it came from, the codec's speed, and for every tier the time and
+    throughput of writing, finding and reading one chunk of 8 MB of BF16 cache. What was written is
+    removed again. Exits with 1 when a tier failed.
+    """
+    console = Console()
+    settings = LynxConfig.load(config)
+    store = ChunkStore.from_config(settings)
+    _show_settings(console, settings, store.codec.spec)
+    # A random identity: nothing that anyone stored can have this key.
+    identity = CacheIdentity("lynx-check", os.urandom(8).hex(), _LAYOUT.signature, "")
+    key = chunk_keys(identity, [0])[0]
+    sample = torch.randn(_LAYOUT.shape).to(torch.bfloat16)
+    try:
+        objects = _check_codec(console, store, key, sample)
+        healthy = [_check_tier(console, tier, key, objects) for tier in store.tiers]
+        stored = store.put(key, sample)
+        found = store.get(key)
+        same = found is not None and torch.equal(found, store.codec.decode(*objects))
+    finally:
+        store.remove([key])
+        store.close()
+    if not (all(healthy) and stored and same):
+        console.print("[red]FAILED[/red]: see above; a tier that fails is skipped by the store.")
+        raise typer.Exit(1)
+    console.print(
+        f"[green]ok[/green]: {len(healthy)} tier{'s' * (len(healthy) > 1)}, and a chunk put into "
+        "the store came back bit for bit as the codec gives it"
+    )
+
+
+def _show_settings(console: Console, settings: LynxConfig, spec: CodecSpec) -> None:
+    table = Table("setting", "value", "from", title="Settings")
+    for key, value, origin in settings.describe():
+        if value is None and key.startswith("codec."):
+            value, origin = getattr(spec, key.removeprefix("codec.")), f"profile {spec.profile}"
+        table.add_row(key, "" if value is None else str(value), origin)
+    console.print(table)
+
+
+def _check_codec(
+    console: Console, store: ChunkStore, key: ChunkKey, sample: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codec = store.codec
+    anchor, residual = codec.encode(sample, key.digest)  # compiles
+    out = codec.decode(anchor, residual)
+    size = sample.numel() * sample.element_size()
+    table = Table("operation", "GB/s of BF16", title="Codec")
+    for name, run in {
+        "encode": lambda: codec.encode(sample, key.digest),
+        "decode anchor": lambda: codec.decode(anchor, out=out),
+        "decode full": lambda: codec.decode(anchor, residual, out=out),
+    }.items():
+        table.add_row(name, f"{size / _median_seconds(run) / 1e9:.2f}")
+    console.print(table)
+    console.print(
+        f"{codec.bits_per_element(anchor):.2f} bits an element for the anchor, "
+        f"{codec.bits_per_element(anchor, residual):.2f} for both parts"
+    )
+    return anchor, residual
+
+
+def _check_tier(
+    console: Console, tier: Tier, key: ChunkKey, objects: tuple[torch.Tensor, torch.Tensor]
+) -> bool:
+    datas = {part: o.numpy().data for part, o in zip(Part, objects, strict=True)}
+    names = [key.object(part) for part in Part]
+    received = {name: bytearray(len(datas[name.part])) for name in names}
+    size = sum(map(len, datas.values()))
+
+    def put() -> None:
+        for part in reversed(Part):
+            tier.put(key.object(part), datas[part])
+
+    def get() -> None:
+        for name in names:
+            data = tier.get(name)
+            if data is None:
+                raise TierError("what was just written is gone; is max_bytes below 10 MB?")
+            received[name][:] = data  # as a reader would: out of the tier, into its own memory
+
+    table = Table("operation", "ms", "MB/s", title=f"Tier {tier.name}: {size / 1e6:.1f} MB a chunk")
+    try:
+        for operation, run, moved in (
+            ("write", put, size),
+            ("find", lambda: tier.sizes(names), 0),
+            ("read", get, size),
+        ):
+            taken = _median_seconds(run)
+            table.add_row(
+                operation, f"{taken * 1e3:.2f}", f"{moved / taken / 1e6:.0f}" if moved else ""
+            )
+        if any(received[name] != bytes(datas[name.part]) for name in names):
+            raise TierError("the bytes read are not the bytes written; test disk and memory")
+        tier.delete(names)
+    except TierError as e:
+        console.print(f"[red]tier {tier.name} failed[/red]: ", end="")
+        console.print(str(e), markup=False)
+        return False
+    console.print(table)
+    stats = tier.stats()
+    console.print(
+        f"holds {stats.objects} objects, {stats.used_bytes / 1e6:.1f} of "
+        f"{stats.capacity_bytes / 1e6:.0f} MB; {stats.anchor_only} chunks have only their anchor"
+    )
+    return True
+
+
+def _median_seconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,289 @@
+"""Settings: frozen dataclasses, one a section, and where each value may come from.
+
+A value given inline (in code, or by the engine that embeds Lynx) wins over the file, the file over
+the environment, the environment over the default. Whatever is not a known setting is an error that
+names the nearest one: a misspelt limit must not silently be no limit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import ConfigError
+
+PREFIX = "LYNX_"
+FILE_VARIABLE = "LYNX_CONFIG"
+#: Variables that are read elsewhere: the demo's model cache, and the level of the log.
+OTHER_VARIABLES = ("LYNX_CACHE_DIR", "LYNX_LOG_LEVEL")
+# Kubernetes sets these in every pod of a namespace that has a service called lynx or lynx-….
+_SERVICE_LINK = re.compile(
+    r"LYNX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes from an integer or a text such as ``"8GiB"``, ``"500MB"`` or ``"1.5 TiB"``.
+
+    Raises:
+        ConfigError: not a whole number of bytes in a known unit.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"{value!r} is not a size: expected bytes as an integer, or a number with one of B, "
+            'kB, MB, GB, TB, KiB, MiB, GiB, TiB, as in "8GiB"'
+        )
+    size = Fraction(match[1]) * factor
+    if size.denominator != 1:
+        raise ConfigError(f"{value!r} is not a whole number of bytes")
+    return int(size)
+
+
+def _convert(kind: str, value: Any) -> object:
+    """``value`` as the type a field is annotated with; ConfigError when it is another."""
+    kind, _, optional = kind.partition(" | ")
+    if value is None and optional:
+        return None
+    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "str" and isinstance(value, str) and value:
+        return value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "float" and number and math.isfinite(value):
+        return float(value)
+    wanted = {"int": "an integer", "bool": "true or false", "str": "a text", "float": "a number"}
+    raise ConfigError(f"expected {wanted[kind]}, got {value!r} ({type(value).__name__})")
+
+
+def _size(default: int, least: int) -> Any:
+    return field(default=default, metadata={"least_bytes": least})
+
+
+class _Section:
+    """Checks and converts every field, however the section is made."""
+
+    def __post_init__(self) -> None:
+        for f in _fields(type(self)):
+            try:
+                value = _checked(f, getattr(self, f.name))
+            except ConfigError as e:
+                raise ConfigError(f"{type(self).__name__}.{f.name}: {e}") from None
+            object.__setattr__(self, f.name, value)
+
+
+def _fields(section: type) -> tuple[Field[Any], ...]:
+    return fields(section)
+
+
+def _checked(f: Field[Any], value: Any) -> object:
+    least = f.metadata.get("least_bytes")
+    if least is None:
+        return _convert(str(f.type), value)
+    size = parse_size(value)
+    if size < least:
+        raise ConfigError(f"must be at least {least} bytes, got {size}")
+    return size
+
+
+@dataclass(frozen=True)
+class CodecConfig(_Section):
+    """How caches are quantized; None leaves a number to the profile.
+
+    Attributes:
+        profile: name of the codec's profile.
+        anchor_bits, residual_bits: bits an element in either part.
+        chunk: tokens that share a scale.
+        alpha: companding strength, 0 for a uniform grid.
+        page_tokens: tokens of one page.
+        exact_tokens: most tokens of one object kept unquantized.
+    """
+
+    profile: str = "linear"
+    anchor_bits: int | None = None
+    residual_bits: int | None = None
+    chunk: int | None = None
+    alpha: float | None = None
+    page_tokens: int | None = None
+    exact_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryConfig(_Section):
+    """The tier in host memory.
+
+    Attributes:
+        enabled: whether there is one.
+        max_bytes: most bytes it holds; an integer or a text such as "4GiB".
+    """
+
+    enabled: bool = True
+    max_bytes: int = _size(4 << 30, least=1)
+
+
+@dataclass(frozen=True)
+class NvmeConfig(_Section):
+    """The tier on a local file system.
+
+    Attributes:
+        path: its folder; without one there is no such tier.
+        max_bytes: most bytes it holds; an integer or a text such as "64GiB".
+        min_free_bytes: bytes of the file system it leaves free for others.
+    """
+
+    path: str | None = None
+    max_bytes: int = _size(64 << 30, least=1)
+    min_free_bytes: int = _size(1 << 30, least=0)
+
+
+@dataclass(frozen=True)
+class LynxConfig:
+    """All settings.
+
+    Attributes:
+        codec, memory, nvme: the sections.
+        origins: by key (``"nvme.path"``), where a value was found; filled in by :meth:`load`.
+    """
+
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    nvme: NvmeConfig = field(default_factory=NvmeConfig)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        file: str | os.PathLike[str] | None = None,
+        inline: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> LynxConfig:
+        """Settings from all their places.
+
+        Args:
+            file: YAML (or JSON) of sections; None for the one that ``LYNX_CONFIG`` names, if any.
+            inline: the same nesting as the file, ``{"nvme": {"path": "/mnt/kv"}}``.
+            environ: where ``LYNX_<SECTION>_<FIELD>`` is looked up. A variable that is set to
+                nothing counts as not set.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is unknown, of another type or out
+                of range. The message names the setting and the place it was found in.
+        """
+        path = file if file is not None else environ.get(FILE_VARIABLE) or None
+        found: dict[str, tuple[Any, str]] = {}
+        found.update(_from_environment(environ))
+        if path is not None:
+            found.update(_from_mapping(_read(Path(path)), f"file {os.fspath(path)}"))
+        if inline is not None:
+            found.update(_from_mapping(inline, "inline"))
+        values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+        for key, (value, origin) in found.items():
+            section, name = key.split(".")
+            try:
+                values[section][name] = _checked(_KNOWN[key], value)
+            except ConfigError as e:
+                raise ConfigError(f"{key} ({origin}): {e}") from None
+        sections = {name: kind(**values[name]) for name, kind in _SECTIONS.items()}
+        return cls(**sections, origins={key: origin for key, (_, origin) in found.items()})
+
+    def describe(self) -> list[tuple[str, object, str]]:
+        """Every setting as (key, value, where it came from), in order."""
+        lines = []
+        for key, f in _KNOWN.items():
+            value = getattr(getattr(self, key.split(".")[0]), f.name)
+            made = "default" if value == f.default else "inline"
+            lines.append((key, value, self.origins.get(key, made)))
+        return lines
+
+
+_SECTIONS: dict[str, Any] = {"codec": CodecConfig, "memory": MemoryConfig, "nvme": NvmeConfig}
+_KNOWN: dict[str, Field[Any]] = {
+    f"{section}.{f.name}": f for section, kind in _SECTIONS.items() for f in _fields(kind)
+}
+_VARIABLES = {PREFIX + key.replace(".", "_").upper(): key for key in _KNOWN}
+
+
+def _unknown(what: str, name: str, where: str, known: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return ConfigError(f"unknown {what} {name} ({where}); the nearest known one is {near[0]}")
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    for variable, text in environ.items():
+        if variable in _VARIABLES:
+            key = _VARIABLES[variable]
+            origin = f"environment {variable}"
+            if text:
+                yield key, (_scalar(_KNOWN[key], text, origin), origin)
+        elif (
+            variable.startswith(PREFIX)
+            and variable not in (FILE_VARIABLE, *OTHER_VARIABLES)
+            and not _SERVICE_LINK.fullmatch(variable)
+        ):
+            known = [*_VARIABLES, FILE_VARIABLE, *OTHER_VARIABLES]
+            raise _unknown("variable", variable, "environment", known)
+
+
+def _scalar(f: Field[Any], text: str, origin: str) -> object:
+    """A variable's text as the file would have it: numbers and true/false are not quoted there."""
+    if "least_bytes" in f.metadata or str(f.type).startswith("str"):
+        return text
+    try:
+        return float(text) if str(f.type).startswith("float") else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"configuration file {path} cannot be read: {e}") from None
+    except yaml.YAMLError as e:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {e}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"configuration file {path} must hold sections ({', '.join(_SECTIONS)}), found "
+            f"{type(content).__name__}"
+        )
+    return content
+
+
+def _from_mapping(given: Mapping[str, Any], origin: str) -> Iterator[tuple[str, tuple[Any, str]]]:
+    for section, settings in given.items():
+        if section not in _SECTIONS:
+            raise _unknown("section", str(section), origin, list(_SECTIONS))
+        if settings is None:
+            continue
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"{section} ({origin}) must hold settings, got {settings!r}; write "
+                f"{section}: {{name: value}}"
+            )
+        for name, value in settings.items():
+            key = f"{section}.{name}"
+            if key not in _KNOWN:
+                raise _unknown("setting", key, origin, list(_KNOWN))
+            yield key, (value, origin)

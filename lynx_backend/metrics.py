@@ -1,0 +1,111 @@
+"""What happened, as Prometheus metrics in the host process's default registry.
+
+Base units, and no label whose values grow with keys or requests. Without ``prometheus-client``
+every metric is a no-op with the same methods, so callers never ask whether it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+else:
+    try:
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    except ImportError:
+
+        class _Ignored:
+            """Stands in for a metric, and for the registry, when nothing can collect them."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+            def labels(self, *args: str, **kwargs: str) -> _Ignored:
+                return self
+
+            def inc(self, amount: float = 1) -> None: ...
+
+            def set(self, value: float) -> None: ...
+
+            def observe(self, amount: float) -> None: ...
+
+        REGISTRY = _Ignored()
+        Counter = Gauge = Histogram = _Ignored
+
+_M = TypeVar("_M", Counter, Gauge, Histogram)
+
+
+def _register(
+    kind: type[_M], name: str, doc: str, labels: Sequence[str] = (), **options: Any
+) -> _M:
+    # A registry refuses a second metric of one name, and this module may be imported again
+    # (reload, a plugin loader): the metrics made first are kept where the second import finds them.
+    made: dict[str, Any] = vars(REGISTRY).setdefault("lynx_backend_metrics", {})
+    if name not in made:
+        made[name] = kind(name, doc, labels, **options)
+    metric: _M = made[name]
+    return metric
+
+
+OBJECTS = _register(
+    Counter,
+    "lynx_objects_total",
+    "Objects put, got or evicted, by what came of it",
+    ("part", "tier", "op", "result"),
+)
+BYTES = _register(
+    Counter,
+    "lynx_bytes_total",
+    "Bytes of objects moved into (in) or out of (out) a tier",
+    ("part", "tier", "direction"),
+)
+OP_SECONDS = _register(
+    Histogram,
+    "lynx_op_seconds",
+    "Duration of one operation on one object",
+    ("part", "tier", "op"),
+    buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0),
+)
+# In the multi-process mode that servers use, each living process reports its own gauges: a sum
+# would count a folder that two processes share twice.
+TIER_BYTES = _register(
+    Gauge,
+    "lynx_tier_bytes",
+    "Bytes that count against the tier's capacity",
+    ("tier",),
+    multiprocess_mode="liveall",
+)
+TIER_CAPACITY_BYTES = _register(
+    Gauge,
+    "lynx_tier_capacity_bytes",
+    "The limit the tier keeps",
+    ("tier",),
+    multiprocess_mode="liveall",
+)
+ANCHOR_ONLY_CHUNKS = _register(
+    Gauge,
+    "lynx_anchor_only_chunks",
+    "Chunks whose anchor is held and whose residual is not",
+    ("tier",),
+    multiprocess_mode="liveall",
+)
+ERRORS = _register(Counter, "lynx_errors_total", "Failures that became a miss", ("kind",))
+DRAFT_TOKENS = _register(
+    Counter,
+    "lynx_draft_tokens_total",
+    "Tokens drafted on the anchor, by what verification said",
+    ("result",),
+)
+DRAFT_DECISIONS = _register(
+    Counter,
+    "lynx_draft_decisions_total",
+    "Requests that drafted or did not, by why",
+    ("reason",),
+)
+ANCHOR_LEAD_SECONDS = _register(
+    Histogram,
+    "lynx_anchor_lead_seconds",
+    "Time by which a request's last anchor arrived before its last residual",
+    buckets=(1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+)

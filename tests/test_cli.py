@@ -1,0 +1,134 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from lynx_backend import Codec
+from lynx_backend.cli import main
+from lynx_backend.keys import ChunkKey, Part
+from lynx_backend.store import ChunkStore
+from lynx_backend.tiers import NvmeTier
+
+KEY = ChunkKey(b"i" * 16, b"p" * 16)
+GOLDEN = Path(__file__).parent / "golden" / "linear-bfloat16.anchor"
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def lynx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs ``lynx`` with arguments and LYNX_* variables; in this process, as imports take long."""
+
+    def run(*arguments: str | Path, **environ: str) -> Done:
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("LYNX_")]:
+                patch.delenv(name)
+            for name, value in {"COLUMNS": "100", **environ}.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", ["lynx", *map(str, arguments)])
+            with pytest.raises(SystemExit) as exit_:
+                main()
+        out, err = capsys.readouterr()
+        return Done(int(exit_.value.code or 0), out, err)
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that holds one chunk."""
+    store = ChunkStore(Codec(), [NvmeTier(tmp_path / "kv", 1 << 20)])
+    store.put(KEY, torch.ones(2, 1, 40, 1, 8, dtype=torch.bfloat16))
+    store.close()
+    return tmp_path / "kv"
+
+
+def test_help_names_every_command(lynx):
+    text = lynx("--help").stdout
+    for command in ("demo", "check", "inspect"):
+        assert command in text
+        assert lynx(command, "--help").returncode == 0
+
+
+def test_check_passes_and_leaves_nothing(folder: Path, tmp_path: Path, lynx):
+    config = tmp_path / "lynx.yaml"
+    config.write_text(f"nvme: {{path: {folder}, max_bytes: 64MiB, min_free_bytes: 0}}\n")
+    done = lynx("check", "--config", config, LYNX_MEMORY_MAX_BYTES="32MiB")
+    assert done.returncode == 0, done.stderr
+    for text in ("Tier memory", "Tier nvme", "environment LYNX_MEMORY_MAX_BYTES", "ok: 2 tiers"):
+        assert text in done.stdout
+    assert len(list(NvmeTier(folder, 1 << 20).names())) == 2
+
+
+def test_check_fails_on_a_tier_too_small_and_says_so(folder: Path, lynx):
+    done = lynx("check", LYNX_NVME_PATH=str(folder), LYNX_NVME_MAX_BYTES="1MiB")
+    assert done.returncode == 1
+    assert "tier nvme failed" in done.stdout
+    assert "1048576" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (["check"], {"LYNX_NVME_PTH": "/x"}, "LYNX_NVME_PATH"),
+        (["check"], {"LYNX_NVME_PATH": "/proc/lynx"}, "/proc/lynx"),
+        (["check"], {"LYNX_CODEC_PROFILE": "best"}, "linear, paper"),
+        (["check"], {"LYNX_LOG_LEVEL": "loud"}, "LYNX_LOG_LEVEL"),
+        (["check", "--config", "/none.yaml"], {}, "/none.yaml"),
+        (["inspect"], {}, "nvme.path"),
+        (["demo", "--profile", "best"], {}, "linear, paper"),
+        (["demo", "--model", "/none"], {}, "/none"),
+    ],
+)
+def test_mistakes_are_one_readable_line(
+    arguments: list[str], environ: dict[str, str], message: str, lynx
+):
+    done = lynx(*arguments, **environ)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_inspect_lists_and_shows(folder: Path, lynx):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    listed = lynx("inspect", **environ)
+    assert listed.returncode == 0
+    assert str(KEY) in listed.stdout
+    shown = lynx("inspect", str(KEY)[:10], **environ)
+    assert shown.returncode == 0
+    for text in ("(2, 1, 40, 1, 8) bfloat16", "profile='linear'", "whole", str(KEY)):
+        assert text in shown.stdout
+    assert shown.stdout.count("whole") == 2
+    assert lynx("inspect", "ffff", **environ).returncode == 1
+
+
+def test_inspect_finds_damage(folder: Path, lynx):
+    (anchor,) = folder.rglob(str(KEY.object(Part.ANCHOR)))
+    data = bytearray(anchor.read_bytes())
+    data[-1] ^= 1
+    anchor.write_bytes(data)
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    done = lynx("inspect", str(KEY), **environ)
+    assert done.returncode == 1
+    assert "CorruptObjectError" in done.stdout
+    assert "whole" in done.stdout, "the residual is"
+
+
+def test_inspect_shows_a_file(lynx):
+    done = lynx("inspect", GOLDEN)
+    assert done.returncode == 0
+    assert "whole" in done.stdout
