@@ -57,7 +57,7 @@ OBJECTS = _register(
 BYTES = _register(
     Counter,
     "lynx_bytes_total",
-    "Bytes of objects moved into (in) or out of (out) a tier",
+    "Bytes of objects put into (in) or read from (out) a tier, or brought (in) by a link",
     ("part", "tier", "direction"),
 )
 OP_SECONDS = _register(
