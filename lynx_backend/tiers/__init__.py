@@ -1,0 +1,7 @@
+"""Places that keep objects. A tier knows names and bytes, never the codec or a transport."""
+
+from .base import Buffer, Tier, TierStats
+from .memory import MemoryTier
+from .nvme import NvmeTier
+
+__all__ = ["Buffer", "MemoryTier", "NvmeTier", "Tier", "TierStats"]

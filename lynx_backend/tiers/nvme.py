@@ -1,0 +1,253 @@
+"""Objects as files on a local disk, in a folder that several processes may share.
+
+An object is the file ``<folder>/<xx>/<name>``, where ``xx`` are the first two hex digits of the
+prefix half of its key. It is written under a temporary name, flushed, and renamed, so that a file
+under an object's name is always whole. Files with other names are not touched and not counted.
+
+The limit is kept by reserving: under the lock a writer learns what others changed, evicts, and
+creates its temporary file at its full size; it writes without the lock. While it lives it holds a
+flock on that file, so a temporary file that can be locked belongs to nobody and is removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+from ..errors import ConfigError, TierError, TierFullError
+from ..keys import ObjectName
+from .base import Buffer, Tier, TierStats, flat
+from .folder_index import FolderIndex, regular_file
+from .shared_folder import SharedFolder, fsync_directory, try_lock
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+class NvmeTier(Tier):
+    """Keeps objects as files. Any number of threads and processes may share the folder.
+
+    Least recently used means by modification time, which :meth:`get` sets; it is thus shared
+    between processes and survives restarts. Open the tier in each process: an instance must not be
+    carried over a fork.
+
+    Args:
+        path: the folder, made when absent (its owner's only: objects hold what users wrote).
+        max_bytes: limit on the sizes of all object files and temporary files together. Processes
+            that share a folder should all be given the same.
+        min_free_bytes: what a put leaves free on the file system for others.
+
+    Raises:
+        ConfigError: a limit is out of range, or the folder cannot be used.
+    """
+
+    name = "nvme"
+
+    def __init__(
+        self, path: str | os.PathLike[str], max_bytes: int, min_free_bytes: int = 0
+    ) -> None:
+        if max_bytes < 1 or min_free_bytes < 0:
+            raise ConfigError(
+                "the NVMe tier needs max_bytes >= 1 and min_free_bytes >= 0, got "
+                f"{max_bytes} and {min_free_bytes}"
+            )
+        self._path = Path(path).absolute()
+        self._max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
+        self._not_evicted: OSError | None = None
+        self._closed = False
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = SharedFolder(self._path)
+            self._index = FolderIndex(self._folder)
+            with self._index.current():
+                self._evict(self._index.used_bytes - max_bytes, None)
+        except OSError as e:
+            raise ConfigError(f"the NVMe tier cannot use {_explain(e, self._path)}") from e
+
+    def put(self, name: ObjectName, data: Buffer) -> None:
+        view = flat(data)
+        with self._failures(f"put {name}"):
+            try:
+                self._store(name, view)
+            except OSError as e:
+                if e.errno not in _NO_SPACE:
+                    raise
+                # Inodes or a quota ran out, or the free space counted on went to someone else.
+                with self._index.current():
+                    self._evict(max(view.nbytes, 1), name)
+                self._store(name, view)
+
+    def get(self, name: ObjectName) -> memoryview | None:
+        path = self._folder.file(str(name))
+        with self._failures(f"get {name}"):
+            if regular_file(path) is None:
+                self._folder.check()
+                return None
+            try:
+                with open(path, "rb", buffering=0) as f:
+                    data = f.readall()
+            except FileNotFoundError:
+                return None
+            with suppress(OSError):  # a read-only disk or another user's file is readable even so
+                now = time.time_ns()
+                os.utime(path, ns=(now, now))
+            return memoryview(data)
+
+    def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
+        with self._failures("look up objects"):
+            self._folder.check()
+            found = (regular_file(self._folder.file(str(name))) for name in names)
+            return [None if file is None else file[0] for file in found]
+
+    def delete(self, names: Sequence[ObjectName]) -> None:
+        with self._failures("delete objects"), self._folder.locked():
+            for name in names:
+                if regular_file(self._folder.file(str(name))) is not None:
+                    self._remove(name)
+
+    def names(self) -> Iterator[ObjectName]:
+        with self._failures("list objects"), self._index.current():
+            return iter(list(self._index.catalog))
+
+    def stats(self) -> TierStats:
+        with self._failures("count objects"), self._index.current():
+            return TierStats(
+                used_bytes=self._index.used_bytes,
+                capacity_bytes=self._max_bytes,
+                objects=len(self._index.catalog),
+                anchor_only=self._index.catalog.anchor_only,
+            )
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _store(self, name: ObjectName, view: memoryview) -> None:
+        file = str(name)
+        temp = f"{file}.{secrets.token_hex(8)}.tmp"
+        path, temp_path = self._folder.file(file), self._folder.file(temp)
+        try:
+            with self._reserve(name, temp, view.nbytes) as f:
+                rest = view
+                while rest:
+                    rest = rest[f.write(rest) :]
+                now = time.time_ns()
+                os.utime(f.fileno(), ns=(now, now))
+                os.fsync(f.fileno())
+                with self._folder.locked(), self._index.changing(temp):
+                    os.rename(temp_path, path)
+            fsync_directory(os.path.dirname(path))
+        except BaseException:
+            if os.path.lexists(temp_path):  # closed by now, so to everybody a dead writer's
+                with suppress(OSError), self._index.current():
+                    pass
+            raise
+
+    def _reserve(self, name: ObjectName, temp: str, size: int) -> FileIO:
+        """Make room for, create, and open a temporary file of the object's full size."""
+        path, temp_path = self._folder.file(str(name)), self._folder.file(temp)
+        with self._index.current():
+            if os.path.lexists(path) and regular_file(path) is None:
+                raise FileExistsError(errno.EEXIST, "not a regular file", path)
+            self._make_room(name, size)
+            with self._index.changing(temp):
+                try:
+                    os.mkdir(os.path.dirname(path))
+                except FileExistsError:
+                    pass
+                else:
+                    fsync_directory(self._path)
+                f = FileIO(temp_path, "x")
+                try:
+                    try_lock(f.fileno())
+                    if size:
+                        os.posix_fallocate(f.fileno(), 0, size)
+                except BaseException:
+                    f.close()
+                    raise
+        return f
+
+    def _make_room(self, name: ObjectName, size: int) -> None:
+        disk = os.statvfs(self._path)
+        free = disk.f_bavail * disk.f_frsize
+        blocks = -(-size // disk.f_frsize) * disk.f_frsize
+        used = self._index.used_bytes
+        need = max(used + size - self._max_bytes, self._min_free_bytes + blocks - free)
+        evictable = self._index.catalog.evictable_bytes(name)
+        if need <= evictable and self._evict(need, name) >= need:
+            return
+        message = (
+            f"no room for an object of {size} bytes in {self._path}: {used} of "
+            f"max_bytes={self._max_bytes} are used, {evictable} of them evictable, and {free} "
+            f"bytes of the file system are free, of which min_free_bytes={self._min_free_bytes} "
+            "stay so; raise max_bytes or free space on the file system"
+        )
+        if self._not_evicted is not None:
+            message += (
+                f". Some objects cannot be removed: {_explain(self._not_evicted, self._path)}"
+            )
+        raise TierFullError(message)
+
+    def _evict(self, need: int, writing: ObjectName | None) -> int:
+        """Remove objects in eviction order until ``need`` bytes are gone; how many are gone."""
+        gone = 0
+        catalog = self._index.catalog
+        self._not_evicted = None
+        with closing(catalog.victims(writing)) as victims:
+            while gone < need and (name := next(victims, None)) is not None:
+                size = catalog.size(name) or 0
+                try:
+                    found = regular_file(self._folder.file(str(name)))
+                    if found is not None and found[1] > catalog.last_use(name):
+                        catalog.touch(name, found[1])  # read since, perhaps by another process
+                    else:
+                        self._remove(name)
+                        self._count_eviction(name)
+                        gone += size
+                except OSError as e:  # this one has to stay; the next may go
+                    self._not_evicted = e
+        return gone
+
+    def _remove(self, name: ObjectName) -> None:
+        file = str(name)
+        with self._index.changing(file), suppress(FileNotFoundError):
+            os.unlink(self._folder.file(file))
+
+    @contextmanager
+    def _failures(self, action: str) -> Iterator[None]:
+        if self._closed:
+            raise TierError(f"cannot {action}: the NVMe tier at {self._path} is closed; reopen it")
+        try:
+            yield
+        except OSError as e:
+            kind = TierFullError if e.errno in _NO_SPACE else TierError
+            raise kind(f"cannot {action}: {_explain(e, self._path)}") from e
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free space or inodes on this file system, or lower max_bytes",
+    errno.EDQUOT: "raise this user's disk quota, or lower max_bytes",
+    errno.EROFS: "the file system is read-only; look for disk errors in dmesg and remount it",
+    errno.EACCES: "give uid {uid} read, write and search permission here, or choose another folder",
+    errno.EPERM: "give uid {uid} the ownership of this, or choose another folder",
+    errno.ENOENT: "the folder is gone; mount or make it again",
+    errno.ESTALE: "another file system is mounted here than at start-up; mount the former again",
+    errno.ENOTDIR: "a folder is expected here; move what is in its place away",
+    errno.EEXIST: "a file of this name is not an object of the tier; move it away",
+    errno.EMFILE: "raise the limit on open files of this process (`ulimit -n`)",
+    errno.EIO: "the disk fails; look for its errors in dmesg and replace it",
+    errno.ETIMEDOUT: "find the process with `fuser -v` on this file and continue or end it",
+}
+
+
+def _explain(e: OSError, path: Path) -> str:
+    """The path an OSError concerns, what went wrong there, and what to do."""
+    remedy = _REMEDIES.get(e.errno or 0, "check this folder and its file system").format(
+        uid=os.geteuid()
+    )
+    return f"{e.filename or path}: {e.strerror or e}; {remedy}"
