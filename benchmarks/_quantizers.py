@@ -139,7 +139,7 @@ def cachegen(model_folder: str) -> Quantizer | None:
 
 
 def quantizers(model_folder: str | None) -> list[Quantizer]:
-    """Everything that is compared; None for the model's folder leaves out CacheGen, which needs it."""
+    """Everything that is compared. CacheGen needs the folder of the model; None leaves it out."""
     peer = cachegen(model_folder) if model_folder else None
     return [
         Quantizer("uniform INT8, one scale a layer", per_layer(8)),
