@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from lynx_backend import Codec, CodecSpec
+from lynx_backend import Codec, CodecSpec, metrics
 from lynx_backend.errors import InvalidInputError, UnsupportedError
 from lynx_backend.keys import CacheIdentity, Part, chunk_keys
 from lynx_backend.progressive import ProgressiveRequest, State
@@ -175,7 +175,7 @@ def test_logits_and_times_of_plain_decoding(model):
 def test_a_cache_of_another_model_is_refused(model):
     (prompt,) = prompts(1)
     kv = prefill(model, prompt)
-    for wrong in (kv[:1], kv[:, :1], kv[:, :, :, :1], kv[..., :4], kv[0]):
+    for wrong in (kv[:1], kv[:, :1], kv[:, :, :, :1], kv[..., :4], kv[0], kv[0, 0, 0]):
         with pytest.raises(InvalidInputError, match="shape"):
             decode(model, wrong, prompt, 4)
     with pytest.raises(InvalidInputError, match="no tokens"):
@@ -434,6 +434,27 @@ def test_a_residual_that_stays_away_too_long(model):
     far = Far(model, prompt)
     far.source.held[far.keys[0].object(Part.RESIDUAL)] = threading.Event()
     check_recomputed(model, prompt, far.decode(model, prompt, residual_timeout=0.0), drafted=16)
+
+
+def test_every_request_is_counted_once_with_its_reason(model):
+    def counted():
+        return {
+            reason: metrics.REGISTRY.get_sample_value(
+                "lynx_draft_decisions_total", {"reason": reason}
+            )
+            or 0
+            for reason in ("drafted", "residual_was_first", "no_residual", "no_anchor")
+        }
+
+    (prompt,) = prompts(1)
+    before = counted()
+    run(model, prompt, 3)
+    run(model, prompt, None, residual_timeout=0.0)
+    run(model, prompt, 0)
+    run(model, prompt, None, lost_after=0)
+    after = counted()
+    rise = {reason: after[reason] - before[reason] for reason in before}
+    assert rise == {"drafted": 2, "residual_was_first": 1, "no_residual": 1, "no_anchor": 0}
 
 
 # -- nothing provisional ---------------------------------------------------------------------------

@@ -49,6 +49,7 @@ def write_tiny_gguf(path: Path) -> None:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
     shapes = {"token_embd": (len(VOCABULARY), 32), "output_norm": (32,)}
     for i in range(2):
         shapes |= {

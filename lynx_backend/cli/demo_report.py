@@ -28,13 +28,13 @@ def table(console: Console, facts: Mapping[str, Any], runs: Sequence[Run]) -> No
         f"{facts['cache_mb']:.0f} MB of BF16 cache over {facts['gbps']:g} Gbit/s. Reading the "
         f"prompt again would take {facts['prefill_seconds']:.1f} s here.\n"
     )
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     headings = (
-        "", "MB", "bits", "first\ndraft", "first\nverified", "32nd", "64th",
-        "drafted", "accepted", "same as\nQ_full", "same as\nBF16",
+        "", "MB", "bits", "first\ndraft", "first\ntoken", "32nd\ntoken", "64th\ntoken",
+        "drafted", "kept", "same as\nQ_full", "same as\nBF16",
     )  # fmt: skip
     for heading in headings:
-        out.add_column(heading, justify="left" if not heading else "right")
+        out.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     total = facts["new_tokens"]
     for run in runs:
         out.add_row(
@@ -50,9 +50,10 @@ def table(console: Console, facts: Mapping[str, Any], runs: Sequence[Run]) -> No
         )
     console.print(out)
     console.print(
-        "Times in seconds after the request; the 32nd and 64th token verified, which a client\n"
-        "may see. bits: on the wire, for each element of the cache. Same as: tokens equal to\n"
-        "plain decoding on Lynx's refined cache (Q_full), and on the exact one (BF16)."
+        "\nTimes in seconds after the request; tokens are verified ones, that a client may see.\n"
+        "bits: on the wire, for each element of the cache. kept: drafts that verification\n"
+        "accepted. same as: tokens equal to plain decoding on Lynx's refined cache (Q_full)\n"
+        "and on the exact one (BF16).\n"
     )
 
 

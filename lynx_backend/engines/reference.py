@@ -241,6 +241,11 @@ def _usable(kv: torch.Tensor, prompt: Sequence[int]) -> torch.Tensor:
     """The part of ``kv`` that decoding starts from."""
     if not prompt:
         raise InvalidInputError("the prompt has no tokens; decoding needs at least one")
+    if kv.ndim != 5:
+        raise InvalidInputError(
+            f"got a cache of shape {list(kv.shape)}; expected five axes, [2, layers, tokens, "
+            "kv_heads, head_dim]"
+        )
     return kv[:, :, : len(prompt) - 1]
 
 
@@ -275,7 +280,10 @@ def _count(events: Events, drafted: int, accepted: int, refined: bool) -> None:
         metrics.DRAFT_TOKENS.labels("rejected").inc(drafted - accepted)
     else:
         metrics.DRAFT_TOKENS.labels("dropped").inc(drafted)
-    reason = (
-        "drafted" if drafted else "no_anchor" if events.coarse is None else "nothing_to_wait_for"
-    )
+    if drafted:
+        reason = "drafted"
+    elif refined:
+        reason = "residual_was_first"
+    else:
+        reason = "no_anchor" if events.coarse is None else "no_residual"
     metrics.DRAFT_DECISIONS.labels(reason).inc()
