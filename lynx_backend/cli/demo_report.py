@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
