@@ -1,6 +1,7 @@
 """Progressive quantization of KV caches: one chunk in, an anchor and a residual object out."""
 
+from .calibration import Calibration
 from .codec import Codec
 from .spec import PROFILES, CodecSpec
 
-__all__ = ["PROFILES", "Codec", "CodecSpec"]
+__all__ = ["PROFILES", "Calibration", "Codec", "CodecSpec"]

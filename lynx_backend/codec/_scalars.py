@@ -96,3 +96,26 @@ def u8_to_float(_: Any, x: Any) -> Any:
         return b.sitofp(b.zext(args[0], _I32), _F32)
 
     return types.float32(types.uint8), emit
+
+
+@intrinsic
+def join_bytes(_: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Four uint8 as one uint32, the first lowest."""
+
+    def emit(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        word = build.zext(args[0], _I32)
+        for i in (1, 2, 3):
+            word = build.or_(word, build.shl(build.zext(args[i], _I32), _I32(8 * i)))
+        return word
+
+    return types.uint32(*[types.uint8] * 4), emit
+
+
+@intrinsic
+def take_byte(_: Any, word: Any, bits: Any) -> Any:
+    """The uint8 that starts ``bits`` above the lowest bit of a uint32."""
+
+    def emit(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        return build.trunc(build.lshr(args[0], build.trunc(args[1], _I32)), _I8)
+
+    return types.uint8(types.uint32, types.int64), emit

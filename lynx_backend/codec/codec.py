@@ -6,28 +6,26 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .. import wire
-from ..errors import CorruptObjectError, FormatMismatchError, InvalidInputError, UnsupportedError
+from ..errors import InvalidInputError, UnsupportedError
 from ..keys import Part
 from ..layout import DTYPE_BYTES, KVLayout
 from . import cpu
-from .grid import grid_of
-from .reference import choose_sinks
-from .spec import PROFILES, SINK_RATIO, CodecSpec, PayloadPlan
+from .adaptive import AdaptiveScheme
+from .calibration import Calibration
+from .chunked import ChunkedScheme
+from .scheme import Bytes, CacheMemory, Scheme
+from .spec import UNCALIBRATED, CodecSpec
 
-T = TypeVar("T")
 Object = torch.Tensor | bytes | bytearray | memoryview
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.unsignedinteger]
-Ints = npt.NDArray[np.int64]
 _TORCH_DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
 _AXES = "[2, layers, tokens, kv_heads, head_dim] (or [1, layers, tokens, 1, latent] for MLA)"
 
@@ -42,32 +40,40 @@ class Codec:
         spec: how to quantize; two codecs exchange objects exactly when their specs are equal.
         device: ``"cpu"``.
         threads: threads that share one call; default: ``torch.get_num_threads()``.
+        calibration: what profile ``adaptive`` knows of the model; without it that profile works,
+            at about the fidelity of ``linear``. Its fingerprint becomes part of :attr:`spec`.
 
     Raises:
+        InvalidInputError: the profile takes no calibration, or the spec names another one.
         UnsupportedError: no implementation for ``device`` in this installation.
     """
 
     def __init__(
-        self, spec: CodecSpec | None = None, device: str = "cpu", threads: int | None = None
+        self,
+        spec: CodecSpec | None = None,
+        device: str = "cpu",
+        threads: int | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         if torch.device(device).type != "cpu":
             raise UnsupportedError(f"no codec for device {device!r} here; use device='cpu'")
         if threads is not None and threads < 1:
             raise InvalidInputError(f"threads must be at least 1, got {threads}")
-        self.spec = spec or CodecSpec()
+        spec = spec or CodecSpec()
+        mine = UNCALIBRATED if calibration is None else calibration.fingerprint
+        if spec.calibration not in (UNCALIBRATED, mine):
+            raise InvalidInputError(
+                f"the spec names calibration {spec.calibration}, given is {mine}; give the file "
+                "that the objects were made with"
+            )
+        self.spec = replace(spec, calibration=mine)
         self.threads = threads or torch.get_num_threads()
-        grid, spec = grid_of(self.spec), self.spec
-        self._wire_spec = spec.pack()
-        self._bits = np.array(
-            [spec.anchor_bits, spec.residual_bits, spec.levels, spec.bias], np.int64
+        self._wire_spec = self.spec.pack()
+        self._scheme: Scheme = (
+            AdaptiveScheme(self.spec, calibration)
+            if self.spec.profile == "adaptive"
+            else ChunkedScheme(self.spec)
         )
-        thresholds = np.full(255, np.inf, np.float32)
-        thresholds[: len(grid.thresholds)] = grid.thresholds
-        codes = np.zeros(256, np.uint8)
-        codes[: len(grid.codes)] = grid.codes
-        self._rules = (PROFILES.index(spec.profile), self._bits, spec.chunk, spec.page_tokens)
-        self._grid = (np.float32(grid.scale), grid.uniform)
-        self._tables = (thresholds, codes, grid.values)
 
     # -- encode ------------------------------------------------------------------------------------
 
@@ -88,37 +94,27 @@ class Codec:
             InvalidInputError: wrong shape, dtype or device; or an element that is NaN, infinite or
                 beyond ±65504, which no reader of the cache could use either.
         """
-        layout, kv = _layout_of(kv), _rows_together(kv)
-        plan = PayloadPlan.of(self.spec, layout)
-        x, dtype, strides, shape = _memory(kv, layout)
-        chosen = self._exact_tokens(x, dtype, strides, shape)
-        exact = np.zeros(layout.tokens, np.bool_)
-        exact[chosen] = True
-        anchor = _new_object(plan.anchor_bytes(len(chosen)))
-        residual = _new_object(plan.residual_bytes)
-        payloads = [t.numpy()[wire.HEADER_BYTES :] for t in (anchor, residual)]
+        layout = _layout_of(kv)
+        objects: list[torch.Tensor] = []
 
-        def run(first: int, last: int) -> int:
-            bad: int = cpu.encode_units(
-                x, dtype, strides, shape, exact, *self._rules, *self._grid, *self._tables[:2],
-                *payloads, _sections(plan), first, last,
-            )  # fmt: skip
-            return bad
+        def make(size: int) -> Bytes:
+            # NumPy asks for huge pages where torch does not, and faulting in 4 KiB pages would
+            # cost more than encoding into them.
+            data = np.empty(wire.HEADER_BYTES + size, np.uint8)
+            objects.append(torch.from_numpy(data))
+            return data[wire.HEADER_BYTES :]
 
-        bad = sum(self._spread(run, plan.units))
+        memory = _memory(_rows_together(kv), layout)
+        payloads, bad = self._scheme.encode(memory, make, self._spread)
         if bad:
             raise InvalidInputError(
-                f"the cache holds NaN, infinity or values beyond ±65504 ({bad} in the first page "
-                "that has any); it was computed wrongly or not filled: do not store it"
+                f"the cache holds NaN, infinity or values beyond ±65504 (in {bad} channels of the "
+                "first page that has any); it was computed wrongly or not filled: do not store it"
             )
-        if len(chosen):
-            rows = kv[:, :, torch.from_numpy(chosen)].permute(2, 1, 0, 3, 4).contiguous()
-            tail = payloads[0][plan.exact_offset :]
-            tail[: 4 * len(chosen)] = chosen.astype("<u4").view(np.uint8)
-            tail[4 * len(chosen) :] = _bits_of(rows).reshape(-1).view(np.uint8)
         headers = wire.seal(self._wire_spec, layout, key, [p.data for p in payloads])
-        for tensor, header in zip((anchor, residual), headers, strict=True):
-            tensor.numpy()[: wire.HEADER_BYTES] = np.frombuffer(header, np.uint8)
+        for data, header in zip(objects, headers, strict=True):
+            data.numpy()[: wire.HEADER_BYTES] = np.frombuffer(header, np.uint8)
+        anchor, residual = objects
         return anchor, residual
 
     # -- decode ------------------------------------------------------------------------------------
@@ -145,41 +141,14 @@ class Codec:
                 the shape and dtype of the encoded cache.
         """
         header = self.validate(anchor, Part.ANCHOR, key)
-        coded, extra = _payload(anchor), np.empty(0, np.uint8)
         if residual is not None:
             wire.expect_same_chunk(header, self.validate(residual, Part.RESIDUAL, key))
-            extra = _payload(residual)
-        layout = header.layout
-        plan = PayloadPlan.of(self.spec, layout)
-        count = plan.exact_count(header.payload_bytes, self.spec.exact_tokens)
-        tail = coded[plan.exact_offset :]
-        chosen = tail[: 4 * count].copy().view("<u4").astype(np.int64)
-        if np.any(np.diff(chosen, prepend=-1) <= 0) or np.any(chosen >= layout.tokens):
-            raise FormatMismatchError(
-                f"exact token indices {chosen.tolist()} are not ascending below {layout.tokens}"
-            )
-        bad = cpu.count_impossible_scales(
-            coded, _sections(plan), plan.units, plan.pages, layout.channels
-        )
-        if bad:
-            raise CorruptObjectError(
-                f"anchor holds {bad} page scales that no encoder writes; delete it"
-            )
-        kv = _target(out, layout)
+        coded = _payload(anchor)
+        self._scheme.check_content(header.layout, coded)
+        kv = _target(out, header.layout)
         whole = _rows_together(kv)
-        x, dtype, strides, shape = _memory(whole, layout)
-
-        def run(first: int, last: int) -> None:
-            cpu.decode_units(
-                coded, extra, residual is not None, shape, *self._rules, *self._grid,
-                self._tables[2], x, dtype, strides, _sections(plan), first, last,
-            )  # fmt: skip
-
-        self._spread(run, plan.units)
-        if count:
-            raw = torch.from_numpy(tail[4 * count :].copy()).view(whole.dtype)
-            rows = raw.view(count, layout.layers, layout.kv, layout.heads, layout.head_dim)
-            whole[:, :, torch.from_numpy(chosen)] = rows.permute(2, 1, 0, 3, 4)
+        extra = None if residual is None else _payload(residual)
+        self._scheme.decode(coded, extra, _memory(whole, header.layout), self._spread)
         if whole is not kv:
             kv.copy_(whole)
         return kv
@@ -217,32 +186,15 @@ class Codec:
         """
         header = wire.verify(_view(data))
         wire.expect(header, part, self._wire_spec, key)
-        plan = PayloadPlan.of(self.spec, header.layout)
-        if part == Part.ANCHOR:
-            plan.exact_count(header.payload_bytes, self.spec.exact_tokens)
-        elif header.payload_bytes != plan.residual_bytes:
-            raise FormatMismatchError(
-                f"residual payload has {header.payload_bytes} bytes; its layout needs "
-                f"{plan.residual_bytes}"
-            )
+        self._scheme.check_size(header.layout, part, header.payload_bytes)
         return header
 
-    def _exact_tokens(self, x: Words, dtype: int, strides: Ints, shape: Ints) -> Ints:
-        spec = self.spec
-        if not spec.exact_tokens:
-            return np.empty(0, np.int64)
-        layers = spec.sink_layers(int(shape[1]))
-        small = cpu.count_small_keys(
-            x, dtype, strides, shape, layers.step, spec.page_tokens, SINK_RATIO
-        )
-        return choose_sinks(small, len(layers) * int(shape[3]), spec.exact_tokens)
-
-    def _spread(self, run: Callable[[int, int], T], units: int) -> list[T]:
-        """Run a kernel over all units on this codec's threads; what it returned for each range."""
-        parts = min(self.threads, units)
+    def _spread(self, run: Callable[[int, int], Any], count: int) -> list[Any]:
+        """Run a kernel over all work on this codec's threads; what it returned for each range."""
+        parts = min(self.threads, count)
         if parts == 1:
-            return [run(0, units)]
-        bounds = [units * i // parts for i in range(parts + 1)]
+            return [run(0, count)]
+        bounds = [count * i // parts for i in range(parts + 1)]
         pool = _pool(os.getpid(), parts)
         jobs = [pool.submit(run, a, b) for a, b in pairwise(bounds[1:])]
         try:
@@ -265,12 +217,6 @@ def _make_pool(pid: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="lynx-codec")
 
 
-def _new_object(payload_bytes: int) -> torch.Tensor:
-    # NumPy asks for huge pages where torch does not, and faulting in 4 KiB pages would cost more
-    # than encoding into them.
-    return torch.from_numpy(np.empty(wire.HEADER_BYTES + payload_bytes, np.uint8))
-
-
 def _layout_of(kv: torch.Tensor) -> KVLayout:
     if not isinstance(kv, torch.Tensor):
         raise InvalidInputError(f"a KV cache is a torch.Tensor {_AXES}, got {type(kv).__name__}")
@@ -290,20 +236,14 @@ def _rows_together(kv: torch.Tensor) -> torch.Tensor:
     return kv if together else kv.contiguous()
 
 
-def _bits_of(x: torch.Tensor) -> Words:
-    kind = torch.uint32 if x.dtype == torch.float32 else torch.uint16
-    return x.detach().view(kind).numpy()
-
-
-def _memory(kv: torch.Tensor, layout: KVLayout) -> tuple[Words, int, Ints, Ints]:
-    """The elements' memory as one flat array, and how to walk it: what the kernels take."""
+def _memory(kv: torch.Tensor, layout: KVLayout) -> CacheMemory:
+    """Where the elements lie; kv has its rows together."""
     strides = kv.stride()[:3]
     steps = zip(kv.shape[:3], strides, strict=True)
     span = sum((n - 1) * s for n, s in steps) + layout.channels
-    shape = (layout.kv, layout.layers, layout.tokens, layout.channels)
-    flat = _bits_of(kv.as_strided((span,), (1,)))
-    code = cpu.DTYPE_CODES[layout.dtype]
-    return flat, code, np.array(strides, np.int64), np.array(shape, np.int64)
+    kind = torch.uint32 if kv.dtype == torch.float32 else torch.uint16
+    words = kv.detach().as_strided((span,), (1,)).view(kind).numpy()
+    return CacheMemory(words, cpu.DTYPE_CODES[layout.dtype], np.array(strides, np.int64), layout)
 
 
 def _payload(data: Object) -> Bytes:
@@ -352,9 +292,3 @@ def _target(out: torch.Tensor | None, layout: KVLayout) -> torch.Tensor:
             f"{found.shape} {found.dtype}"
         )
     return out
-
-
-def _sections(plan: PayloadPlan) -> Ints:
-    return np.array(
-        [plan.anchor_page, plan.anchor_unit, plan.residual_page, plan.residual_unit], np.int64
-    )

@@ -391,11 +391,16 @@ def decode_units(
                     else:
                         for c in range(channels):
                             q[c] = np.uint8(q[c] << residual_bits)
-                    if uniform:
-                        for c in range(channels):
-                            row[c] = offset[c] + u8_to_float(q[c]) * factor[c]
-                    else:
-                        for c in range(channels):
-                            row[c] = offset[c] + values[q[c]] * factor[c]
                     at = origin + t * strides[2]
-                    _store(row, dtype, out[at : at + channels])
+                    target = out[at : at + channels]
+                    if uniform and dtype == BF16:  # the common case, in one loop
+                        for c in range(channels):
+                            target[c] = float_to_bf16(offset[c] + u8_to_float(q[c]) * factor[c])
+                    else:
+                        if uniform:
+                            for c in range(channels):
+                                row[c] = offset[c] + u8_to_float(q[c]) * factor[c]
+                        else:
+                            for c in range(channels):
+                                row[c] = offset[c] + values[q[c]] * factor[c]
+                        _store(row, dtype, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 
@@ -12,17 +13,21 @@ from ..wire import SPEC_BYTES
 
 #: Profiles by wire number. ``linear``: chunk minimum and maximum on a uniform grid.
 #: ``paper``: chunk mean and largest deviation with a logarithmic (α-law) magnitude grid.
-PROFILES = ("linear", "paper")
-_DEFAULTS = {
-    "linear": {"alpha": 0.0, "exact_tokens": 4},
-    "paper": {"alpha": 255.0, "exact_tokens": 0},
+#: ``adaptive``: one scale a page and channel, and bits that follow what a channel needs.
+PROFILES = ("linear", "paper", "adaptive")
+_DEFAULTS: dict[str, dict[str, float | int]] = {
+    "linear": {"chunk": 32, "alpha": 0.0, "exact_tokens": 4},
+    "paper": {"chunk": 32, "alpha": 255.0, "exact_tokens": 0},
+    "adaptive": {"alpha": 0.35, "exact_tokens": 0},
 }
 #: A token is a sink when, in at least SINK_SHARE of the sampled key channels, it is smaller than
 #: the page's mean magnitude over SINK_RATIO. Measured: 0.34 to 0.36 for token 0 of SmolLM2 and
 #: Gemma-3, at most 0.12 and 0.26 for any other token.
 SINK_RATIO = 16
 SINK_SHARE = (5, 16)
-_WIRE = struct.Struct("<BBBxHHHxxd12x")
+_WIRE = struct.Struct("<BBBxHHHxxd8s4x")
+UNCALIBRATED = "0" * 16
+_HEX = re.compile(r"[0-9a-f]{16}")
 SECTION_ALIGN = 16
 assert _WIRE.size == SPEC_BYTES
 
@@ -32,23 +37,28 @@ class CodecSpec:
     """How a KV cache is quantized. Two codecs agree exactly when their specs are equal.
 
     Attributes:
-        profile: ``"linear"`` or ``"paper"``; see ``docs/codec.md``.
+        profile: ``"linear"``, ``"paper"`` or ``"adaptive"``; see ``docs/codec.md``.
         anchor_bits: bits an element in the anchor, 2 to 8.
         residual_bits: bits an element in the residual, 0 to 8 - anchor_bits.
-        chunk: tokens that share a scale; divides page_tokens.
+        chunk: tokens that share a scale; divides page_tokens. ``adaptive`` has one scale a page.
+            None for the profile's default.
         alpha: companding strength, 0 for a uniform grid; None for the profile's default.
-        page_tokens: tokens of one page, 8 to 1024 in steps of 8.
+            ``adaptive``: the share of the quadratic term, below 1.
+        page_tokens: tokens of one page, 8 to 1024 in steps of 8; ``adaptive``: at most 256.
         exact_tokens: most tokens of one object kept unquantized (attention sinks found in the
-            data); None for the profile's default.
+            data); None for the profile's default. ``adaptive`` has one in every head and page.
+        calibration: fingerprint of the model's calibration that ``adaptive`` uses, 16 hex digits;
+            set by ``Codec``.
     """
 
     profile: str = "linear"
     anchor_bits: int = 4
     residual_bits: int = 4
-    chunk: int = 32
-    alpha: float = None  # type: ignore[assignment]  # filled in below
+    chunk: int = None  # type: ignore[assignment]  # filled in below, like alpha and exact_tokens
+    alpha: float = None  # type: ignore[assignment]
     page_tokens: int = 256
     exact_tokens: int = None  # type: ignore[assignment]
+    calibration: str = UNCALIBRATED
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
@@ -58,6 +68,10 @@ class CodecSpec:
         for field, value in _DEFAULTS[self.profile].items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
+        if self.profile == "adaptive":
+            self._check_adaptive()
+        elif self.calibration != UNCALIBRATED:
+            raise InvalidInputError(f"profile {self.profile} takes no calibration")
         self._check("anchor_bits", 2, 8)
         self._check("residual_bits", 0, 8 - self.anchor_bits)
         self._check("page_tokens", 8, 1024)
@@ -74,6 +88,22 @@ class CodecSpec:
         if not (math.isfinite(self.alpha) and 0 <= self.alpha <= 1e6):
             raise InvalidInputError(f"alpha must be between 0 (uniform) and 1e6, got {self.alpha}")
 
+    def _check_adaptive(self) -> None:
+        self._check("page_tokens", 8, 256)
+        if self.chunk is None:
+            object.__setattr__(self, "chunk", self.page_tokens)
+        if self.chunk != self.page_tokens or self.exact_tokens:
+            raise InvalidInputError(
+                "profile adaptive has one scale a page and one exact token in every head and page: "
+                "leave chunk and exact_tokens out"
+            )
+        if not _HEX.fullmatch(self.calibration):
+            raise InvalidInputError(
+                f"calibration must be 16 lower-case hex digits, got {self.calibration!r}"
+            )
+        if isinstance(self.alpha, (int, float)) and not 0 <= self.alpha <= 0.9:
+            raise InvalidInputError(f"alpha must be between 0 and 0.9, got {self.alpha}")
+
     def _check(self, field: str, least: int, most: int) -> None:
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -86,6 +116,7 @@ class CodecSpec:
         return _WIRE.pack(
             PROFILES.index(self.profile), self.anchor_bits, self.residual_bits,
             self.chunk, self.page_tokens, self.exact_tokens, self.alpha,
+            bytes.fromhex(self.calibration),
         )  # fmt: skip
 
     @classmethod
@@ -95,12 +126,10 @@ class CodecSpec:
         Raises:
             FormatMismatchError: the bytes are no spec this version knows.
         """
-        profile, anchor, residual, chunk, page, exact, alpha = _WIRE.unpack(raw)
+        number, anchor, residual, chunk, page, exact, alpha, calibration = _WIRE.unpack(raw)
+        profile = PROFILES[number] if number < len(PROFILES) else f"#{number}"
         try:
-            spec = cls(
-                PROFILES[profile] if profile < len(PROFILES) else f"#{profile}",
-                anchor, residual, chunk, alpha, page, exact,
-            )  # fmt: skip
+            spec = cls(profile, anchor, residual, chunk, alpha, page, exact, calibration.hex())
         except InvalidInputError as e:
             raise FormatMismatchError(f"object's codec is not one this version has: {e}") from None
         if spec.pack() != raw:
