@@ -198,17 +198,18 @@ def measure_model(
     compared = quantizers(model.config._name_or_path if with_cachegen else None)
     by_text: dict[str, dict[str, Any]] = {}
     with Progress(console=_console, transient=True) as progress:
-        task = progress.add_task("texts", total=len(texts) * len(compared))
+        task = progress.add_task(f"{name}: texts", total=len(texts) * len(compared))
         for text in texts:
             ids = prompt_tokens(tokenizer, TEXTS[text](), tokens)
             by_text[text] = measure_text(model, ids, compared, progress, task)
-        drafts = measure_drafts(model, tokenizer, compared, prompts, progress)
     for group, members in GROUPS.items():
         some = [by_text[text] for text in texts if text in members]
         if some:
             rows = {row: summary([text[row] for text in some]) for row in some[0]}
             listed = ", ".join(text for text in texts if text in members)
             _console.print(fidelity_table(f"{name}, {group} texts: {listed}", rows))
+    with Progress(console=_console, transient=True) as progress:
+        drafts = measure_drafts(model, tokenizer, compared, prompts, progress)
     if drafts:
         _console.print(drafts_table(f"{name}: drafts of {MAX_DRAFTS} at most", drafts))
     return {

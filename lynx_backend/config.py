@@ -117,6 +117,7 @@ class CodecConfig(_Section):
         alpha: companding strength, 0 for a uniform grid.
         page_tokens: tokens of one page.
         exact_tokens: most tokens of one object kept unquantized.
+        calibration: path of the model's calibration file, made by ``lynx calibrate``.
     """
 
     profile: str = "linear"
@@ -126,6 +127,7 @@ class CodecConfig(_Section):
     alpha: float | None = None
     page_tokens: int | None = None
     exact_tokens: int | None = None
+    calibration: str | None = None
 
 
 @dataclass(frozen=True)

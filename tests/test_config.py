@@ -57,6 +57,14 @@ def test_describe_names_every_setting_its_value_and_where_it_came_from(write):
     )
 
 
+def test_a_calibration_is_a_path_and_by_default_none(write):
+    assert load().codec.calibration is None
+    assert load(write("codec: {calibration: /kv/m.npz}")).codec.calibration == "/kv/m.npz"
+    assert load(LYNX_CODEC_CALIBRATION="7").codec.calibration == "7"
+    with pytest.raises(ConfigError, match=r"codec\.calibration .* a text"):
+        load(inline={"codec": {"calibration": 7}})
+
+
 def test_describe_knows_values_given_in_code():
     lines = LynxConfig(nvme=NvmeConfig(path="/kv")).describe()
     assert ("nvme.path", "/kv", "inline") in lines

@@ -32,7 +32,7 @@ from .adaptive_reference import (
     QUARTERS,
     SCALE_STEPS,
 )
-from .cpu import _fp16_down, _get_codes, _inline, _jit, _load, _put_codes, _read_fp16, _store
+from .cpu import FP16, _fp16_down, _get_codes, _inline, _jit, _load, _put_codes, _read_fp16, _store
 
 _MAX = np.float32(65504.0)
 _INF = np.float32(np.inf)
@@ -69,11 +69,13 @@ def _put_u16(section: Any, at: int, value: Any) -> None:
 
 @_jit
 def _sum_of_squares(x: Any, work: Any) -> Any:
-    """By halves; work: float32 [2^k >= x.size]."""
+    """By halves; work: float32 [2^k], half of the next power of two of x.size, at least 1."""
     half = work.size
-    for c in range(x.size):
+    upper = x[half:]
+    for c in range(upper.size):
+        work[c] = x[c] * x[c] + upper[c] * upper[c]
+    for c in range(upper.size, min(half, x.size)):
         work[c] = x[c] * x[c]
-    work[x.size :] = _ZERO
     while half > 1:
         half //= 2
         upper = work[half : 2 * half]
@@ -197,11 +199,12 @@ def encode_layers(
     star, exponent = np.empty(heads, np.int64), np.empty(heads, np.int64)
     row_code = np.empty(channels, np.int64)
     half = 1
-    while half < d:
+    while 2 * half < d:
         half *= 2
     work = np.empty(half, np.float32)
     flat = np.zeros(d, np.int8)
     step = np.float32(1 << residual_bits)
+    per_step = _power_of_two(-residual_bits)
     for layer in range(first, last):
         for page in range(pages):
             start = page * page_tokens
@@ -347,7 +350,7 @@ def encode_layers(
                     else:
                         _quantize(y[t], scale, low, factor, levels, curve, v)
                         for c in range(channels):
-                            a = np.floor(v[c] / step)
+                            a = np.floor(v[c] * per_step)
                             code[c] = float_to_u8(a)
                             extra[c] = float_to_u8(v[c] - a * step)
                         for h in range(heads):
@@ -546,7 +549,8 @@ def decode_layers(
                                 if use:
                                     q = q + u8_to_float(extra[c])
                                 row[c] = row_low + (q + _HALF) * by * width_
-                    for c in range(channels):
-                        row[c] = _clip(row[c], -_MAX, _MAX)
+                    if dtype == FP16:
+                        for c in range(channels):
+                            row[c] = _clip(row[c], -_MAX, _MAX)
                     at = kv * strides[0] + layer * strides[1] + (start + t) * strides[2]
                     _store(row, dtype, words[at : at + channels])

@@ -343,7 +343,7 @@ def decode_page(
         np.array(-(8 + r - drop))
     )
     x[page.star, np.arange(x.shape[1])] = page.row_low + part * page.row_range
-    return np.clip(x, _f(-MAX_ABS), _f(MAX_ABS))
+    return x
 
 
 # -- one chunk of cache ----------------------------------------------------------------------------
@@ -457,6 +457,8 @@ def decode(
                 page.row += rest.reshape(tokens, heads, d)[star, np.arange(heads)]
             x = decode_page(page, residual is not None, token_scale, cos, sin, spec)
             start = p * spec.page_tokens
+            if layout.dtype == "float16":
+                x = np.clip(x, _f(-MAX_ABS), _f(MAX_ABS))
             out[kv, layer, start : start + tokens] = from_float(x.reshape(tokens, -1), layout.dtype)
     return out
 
