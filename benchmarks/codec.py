@@ -173,9 +173,9 @@ def main() -> None:
     for title, shape in SHAPES.items():
         kv = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
         jobs: Operations = {}
-        for profile, threads in (("linear", 1), ("linear", 2), ("paper", 1)):
+        for profile, threads in (("linear", 1), ("linear", 2), ("adaptive", 1), ("adaptive", 2)):
             jobs |= operations(kv, threads, profile)
-        jobs |= lmcache_fp8(kv) | torch_fp8(kv)
+        jobs |= operations(kv, 1, "paper") | lmcache_fp8(kv) | torch_fp8(kv)
         rows = measure(kv, jobs, args.rounds)
         cachegen = lmcache_cachegen(kv[:, :, :256]) if shape[1] == 32 else {}
         if cachegen:
