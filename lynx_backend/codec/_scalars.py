@@ -119,3 +119,52 @@ def take_byte(_: Any, word: Any, bits: Any) -> Any:
         return build.trunc(build.lshr(args[0], build.trunc(args[1], _I32)), _I8)
 
     return types.uint8(types.uint32, types.int64), emit
+
+
+@intrinsic
+def to_order(_: Any, bits: Any) -> Any:
+    """Bits of a float (uint16 or uint32) as a signed integer that sorts as the float does."""
+    signed = types.int16 if bits == types.uint16 else types.int32
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _flip_negative(b, args[0])
+
+    return signed(bits), emit
+
+
+@intrinsic
+def from_order(_: Any, order: Any) -> Any:
+    """The inverse of :func:`to_order`."""
+    unsigned = types.uint16 if order == types.int16 else types.uint32
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _flip_negative(b, args[0])
+
+    return unsigned(order), emit
+
+
+def _flip_negative(b: Any, word: Any) -> Any:
+    """All bits but the sign inverted where the sign is set; its own inverse."""
+    width = word.type.width
+    sign = b.ashr(word, word.type(width - 1))
+    return b.xor(word, b.and_(sign, word.type((1 << (width - 1)) - 1)))
+
+
+@intrinsic
+def smaller(_: Any, x: Any, y: Any) -> Any:
+    """The smaller of two signed integers of one width, in that width."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.select(b.icmp_signed("<", args[0], args[1]), args[0], args[1])
+
+    return x(x, x), emit
+
+
+@intrinsic
+def larger(_: Any, x: Any, y: Any) -> Any:
+    """The larger of two signed integers of one width, in that width."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.select(b.icmp_signed(">", args[0], args[1]), args[0], args[1])
+
+    return x(x, x), emit

@@ -11,7 +11,7 @@ from ..keys import Part
 from ..layout import KVLayout
 from . import cpu
 from .grid import grid_of
-from .reference import choose_sinks
+from .reference import choose_sinks, to_float
 from .scheme import Bytes, CacheMemory, Ints, Scheme, Spread
 from .spec import PROFILES, SINK_RATIO, CodecSpec, PayloadPlan
 
@@ -42,19 +42,26 @@ class ChunkedScheme(Scheme):
         exact[chosen] = True
         payloads = [make(plan.anchor_bytes(len(chosen))), make(plan.residual_bytes)]
 
+        signed = np.dtype(f"i{memory.words.itemsize}")
+        limits = np.array([np.iinfo(signed).min, np.iinfo(signed).max], signed)
+        chunks = self.spec.chunks(self.spec.page_tokens)
+
         def run(first: int, last: int) -> int:
+            bounds = np.empty((2, chunks, memory.layout.channels), signed)
             bad: int = cpu.encode_units(
                 memory.words, memory.dtype, memory.strides, _shape(memory.layout), exact,
-                *self._rules, *self._grid, self._thresholds, self._codes,
+                *self._rules, *self._grid, self._thresholds, self._codes, bounds, limits,
                 *payloads, _sections(plan), first, last,
             )  # fmt: skip
             return bad
 
         bad = sum(spread(run, plan.units))
+        rows = memory.rows(chosen)
+        bad += int((~np.isfinite(to_float(rows, memory.layout.dtype))).sum())
         if not bad:
             tail = payloads[0][plan.exact_offset :]
             tail[: 4 * len(chosen)] = chosen.astype("<u4").view(np.uint8)
-            tail[4 * len(chosen) :] = memory.rows(chosen).reshape(-1).view(np.uint8)
+            tail[4 * len(chosen) :] = rows.reshape(-1).view(np.uint8)
         return payloads, bad
 
     def check_size(self, layout: KVLayout, part: Part, payload_bytes: int) -> None:

@@ -20,6 +20,10 @@ from ._scalars import (
     float_to_fp16,
     float_to_u8,
     fp16_to_float,
+    from_order,
+    larger,
+    smaller,
+    to_order,
     u8_to_float,
 )
 
@@ -48,6 +52,16 @@ def _load(row: Any, dtype: int, out: Any) -> None:
     else:
         for c in range(out.size):
             out[c] = bits_to_float(np.uint32(row[c]))
+
+
+@_inline
+def _element(bits: Any, dtype: int) -> Any:
+    """One element as float32."""
+    if dtype == BF16:
+        return bf16_to_float(np.uint16(bits))
+    if dtype == FP16:
+        return fp16_to_float(np.uint16(bits))
+    return bits_to_float(np.uint32(bits))
 
 
 @_inline
@@ -165,6 +179,7 @@ def encode_units(
     x: Any, dtype: int, strides: Any, shape: Any, exact: Any,
     profile: int, bits: Any, chunk: int, page_tokens: int,
     scale: Any, uniform: bool, thresholds: Any, codes: Any,
+    bounds: Any, limits: Any,
     anchor: Any, residual: Any, sections: Any, first: int, last: int,
 ) -> int:  # fmt: skip
     """Encode units ``first`` to ``last`` of a cache into its payloads.
@@ -176,21 +191,26 @@ def encode_units(
         exact: bool [tokens].
         bits: int64 [4]: anchor bits, residual bits, levels, bias.
         scale, uniform: of the grid; thresholds, codes: padded to 255 and 256 entries.
+        bounds: scratch, int16 or int32 as x has 16 or 32 bits, [2, chunks of a page, channels];
+            limits: the smallest and largest integer of that type.
         sections: int64 [4]: bytes of anchor page, anchor unit, residual page, residual unit.
 
     Returns:
-        number of channels of a page with a value that is not finite or, in a token that is not
-        exact, beyond the largest fp16; nothing after that page is encoded.
+        number of channels and chunks of a page with a value that is not finite or beyond the
+        largest fp16, exact tokens apart; nothing after that page is encoded.
     """
     kvs, _, tokens, channels = shape
     anchor_bits, residual_bits, levels, bias = bits
     pages = (tokens + page_tokens - 1) // page_tokens
     chunks = page_tokens // chunk
-    row, taint = np.empty(channels, np.float32), np.zeros(channels, np.float32)
+    row = np.empty(channels, np.float32)
+    lows, highs = bounds[0], bounds[1]
+    bad = 0
     low, high = np.empty(channels, np.float32), np.empty(channels, np.float32)
     bottom = np.empty((chunks, channels), np.float32)
     top = np.empty((chunks, channels), np.float32)
     offset, factor = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    per_unit, unit_width = np.empty(channels, np.float32), np.empty(channels, np.float32)
     biased = np.empty(channels, np.uint8)
     most, shift = np.float32(levels), np.float32(bias)
     for unit in range(first, last):
@@ -199,25 +219,28 @@ def encode_units(
             start = page * page_tokens
             length = min(page_tokens, tokens - start)
             used = (length + chunk - 1) // chunk
+            # Bounds are taken on integers that sort as the elements do, at their own width.
             for k in range(used):
-                lo, hi = bottom[k], top[k]
-                lo[:] = _INF
-                hi[:] = -_INF
+                least, most_ = lows[k], highs[k]
+                least[:] = limits[1]
+                most_[:] = limits[0]
                 for t in range(start + k * chunk, start + min(length, (k + 1) * chunk)):
-                    at = origin + t * strides[2]
-                    _load(x[at : at + channels], dtype, row)
-                    # A taint stays 0 until a NaN or an infinity comes.
-                    if exact[t]:
+                    if not exact[t]:
+                        at = origin + t * strides[2]
+                        source = x[at : at + channels]
                         for c in range(channels):
-                            taint[c] += row[c] * _ZERO
-                    else:
-                        for c in range(channels):
-                            taint[c] += row[c] * _ZERO
-                            lo[c] = min(lo[c], row[c])
-                            hi[c] = max(hi[c], row[c])
+                            least[c] = smaller(least[c], to_order(source[c]))
+                            most_[c] = larger(most_[c], to_order(source[c]))
+                lo, hi = bottom[k], top[k]
+                for c in range(channels):
+                    empty = least[c] > most_[c]  # every token of the chunk is exact
+                    lo[c] = _INF if empty else _element(from_order(least[c]), dtype)
+                    hi[c] = -_INF if empty else _element(from_order(most_[c]), dtype)
+                    bad += 0 if empty or (lo[c] >= -_MAX and hi[c] <= _MAX) else 1
+            if bad:
+                return bad
             section = anchor[unit * sections[1] + page * sections[0] :]
             codes_at = channels * (4 + 2 * used)
-            bad = 0
             for c in range(channels):
                 lo1, hi1 = _INF, -_INF
                 for k in range(used):
@@ -225,15 +248,15 @@ def encode_units(
                     hi1 = max(hi1, top[k, c])
                 if lo1 > hi1:  # every token of the page is exact
                     lo1 = hi1 = _ZERO
-                bad += 0 if taint[c] == _ZERO and lo1 >= -_MAX and hi1 <= _MAX else 1
                 lo16, hi16 = _fp16_down(lo1), _fp16_up(hi1)
                 section[2 * c] = lo16 & 255
                 section[2 * c + 1] = lo16 >> 8
                 section[2 * (channels + c)] = hi16 & 255
                 section[2 * (channels + c) + 1] = hi16 >> 8
                 low[c], high[c] = fp16_to_float(lo16), fp16_to_float(hi16)
-            if bad:
-                return bad
+                width = high[c] - low[c]
+                per_unit[c] = _255 / width if width > _ZERO else _ZERO
+                unit_width[c] = width / _255
             plane = section[codes_at:]
             correction = residual[unit * sections[3] + page * sections[2] :]
             for k in range(used):
@@ -242,25 +265,22 @@ def encode_units(
                 from_t, to_t = start + k * chunk, start + min(length, (k + 1) * chunk)
                 if profile == LINEAR:
                     for c in range(channels):
-                        width = high[c] - low[c]
-                        per_unit = _255 / width if width > _ZERO else _ZERO
                         empty = bottom[k, c] > top[k, c]
-                        lo1 = np.floor((bottom[k, c] - low[c]) * per_unit)
-                        hi1 = np.ceil((top[k, c] - low[c]) * per_unit)
+                        lo1 = np.floor((bottom[k, c] - low[c]) * per_unit[c])
+                        hi1 = np.ceil((top[k, c] - low[c]) * per_unit[c])
                         base[c] = float_to_u8(_ZERO if empty else _clip(lo1, _255))
                         span[c] = float_to_u8(_ZERO if empty else _clip(hi1, _255))
                 else:
                     _mean_scale(
                         x, dtype, origin, strides[2], exact, from_t, to_t,
-                        low, high, row, bottom[k], top[k], base, span,
+                        low, per_unit, row, bottom[k], top[k], base, span,
                     )  # fmt: skip
                 for c in range(channels):
-                    unit_width = (high[c] - low[c]) / _255
                     steps = u8_to_float(span[c])
                     if profile == LINEAR:
                         steps = steps - u8_to_float(base[c])
-                    offset[c] = low[c] + u8_to_float(base[c]) * unit_width
-                    wide = steps * unit_width
+                    offset[c] = low[c] + u8_to_float(base[c]) * unit_width[c]
+                    wide = steps * unit_width[c]
                     factor[c] = scale / wide if wide > _ZERO else _ZERO
                 for t in range(from_t, to_t):
                     if exact[t]:
@@ -292,7 +312,7 @@ def encode_units(
 @_jit
 def _mean_scale(
     x: Any, dtype: int, origin: int, stride: int, exact: Any, from_t: int, to_t: int,
-    low: Any, high: Any, row: Any, mean: Any, dev: Any, base: Any, span: Any,
+    low: Any, per_unit: Any, row: Any, mean: Any, dev: Any, base: Any, span: Any,
 ) -> None:  # fmt: skip
     """The paper's chunk scale: mean (into base) and largest deviation from it (into span)."""
     channels = row.size
@@ -306,9 +326,7 @@ def _mean_scale(
             at = origin + t * stride
             _load(x[at : at + channels], dtype, row)
             for c in range(channels):
-                width = high[c] - low[c]
-                per_unit = _255 / width if width > _ZERO else _ZERO
-                place = (row[c] - low[c]) * per_unit
+                place = (row[c] - low[c]) * per_unit[c]
                 if sweep == 0:
                     mean[c] = mean[c] + place
                 else:
