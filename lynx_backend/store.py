@@ -18,9 +18,15 @@ from typing import TypeVar
 import torch
 
 from . import metrics, wire
-from .codec import Codec, CodecSpec
+from .codec import Calibration, Codec, CodecSpec
 from .config import CodecConfig, LynxConfig
-from .errors import CorruptObjectError, FormatMismatchError, InvalidInputError, TierError
+from .errors import (
+    ConfigError,
+    CorruptObjectError,
+    FormatMismatchError,
+    InvalidInputError,
+    TierError,
+)
 from .keys import ChunkKey, ObjectName, Part
 from .logs import warn_limited
 from .tiers import MemoryTier, NvmeTier, Tier
@@ -66,10 +72,10 @@ class ChunkStore:
         """The store that a configuration describes.
 
         Raises:
-            ConfigError: a tier's place cannot be used.
+            ConfigError: a tier's place or the calibration file cannot be used.
             InvalidInputError: the codec's numbers are out of range, or no tier is configured.
         """
-        codec = Codec(spec_from_config(config.codec))
+        codec = codec_from_config(config.codec)
         tiers: list[Tier] = []
         if config.memory.enabled:
             tiers.append(MemoryTier(config.memory.max_bytes))
@@ -289,7 +295,18 @@ class StoredObjects:
         return self._store.load(name)
 
 
-def spec_from_config(config: CodecConfig) -> CodecSpec:
-    """The codec spec that a configuration's codec section describes."""
+def codec_from_config(config: CodecConfig) -> Codec:
+    """The codec that a configuration's codec section describes.
+
+    Raises:
+        ConfigError: the calibration file cannot be read.
+        CorruptObjectError: it is damaged, or something else.
+        InvalidInputError: a number is out of range.
+    """
     given = {name: value for name, value in vars(config).items() if value is not None}
-    return CodecSpec(**given)
+    path = given.pop("calibration", None)
+    try:
+        calibration = None if path is None else Calibration.load(path)
+    except OSError as e:
+        raise ConfigError(f"cannot read the calibration {path}: {e}") from e
+    return Codec(CodecSpec(**given), calibration=calibration)

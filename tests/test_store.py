@@ -15,8 +15,10 @@ from lynx_backend import (
     InvalidInputError,
     TierError,
 )
+from lynx_backend.codec import Calibration
 from lynx_backend.config import LynxConfig
 from lynx_backend.keys import ChunkKey, ObjectName, Part
+from lynx_backend.layout import KVLayout
 from lynx_backend.store import ChunkStore, Presence, StoredObjects
 from lynx_backend.tiers import MemoryTier, NvmeTier, Tier
 
@@ -243,3 +245,18 @@ def test_objects_as_a_transports_source(store: ChunkStore):
     sizes = source.sizes(names)
     assert sizes == [len(o) for o in Codec().encode(cache())] + [None]
     assert [len(source.get(n) or b"") or None for n in names] == sizes
+
+
+def test_calibration_from_config(tmp_path: Path):
+    layout = KVLayout(2, 2, 64, 2, 8, "bfloat16")
+    made = Calibration.none(layout)
+    made.save(tmp_path / "model.npz")
+    codec = {"profile": "adaptive", "calibration": str(tmp_path / "model.npz")}
+    config = LynxConfig.load(inline={"codec": codec}, environ={})
+    store = ChunkStore.from_config(config)
+    assert store.codec.spec.calibration == made.fingerprint
+    assert store.put(KEYS[0], cache())
+    assert store.get(KEYS[0]).shape == cache().shape
+    codec["calibration"] = str(tmp_path / "none.npz")
+    with pytest.raises(ConfigError, match=r"none\.npz"):
+        ChunkStore.from_config(LynxConfig.load(inline={"codec": codec}, environ={}))

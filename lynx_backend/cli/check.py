@@ -71,7 +71,7 @@ def check(config: ConfigOption = None) -> None:
 def _show_settings(console: Console, settings: LynxConfig, spec: CodecSpec) -> None:
     table = Table("setting", "value", "from", title="Settings")
     for key, value, origin in settings.describe():
-        if value is None and key.startswith("codec."):
+        if value is None and key.startswith("codec.") and key != "codec.calibration":
             value, origin = getattr(spec, key.removeprefix("codec.")), f"profile {spec.profile}"
         table.add_row(key, "" if value is None else str(value), origin)
     console.print(table)

@@ -26,7 +26,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from ..codec import Codec, CodecSpec
+from ..codec import Calibration, Codec, CodecSpec
 from ..errors import InvalidInputError, UnsupportedError
 from ..keys import CacheIdentity, ChunkKey, ObjectName, Part, chunk_keys
 from ..layout import KVLayout
@@ -160,8 +160,20 @@ def demo(
         int, typer.Option(min=0, max=64, help="Most tokens to draft before the residual is in.")
     ] = 64,
     profile: Annotated[
-        str, typer.Option(help="Codec profile: linear, or paper (the α-law of the Lynx paper).")
+        str,
+        typer.Option(
+            help="Codec profile: linear, adaptive, or paper (the α-law of the Lynx paper)."
+        ),
     ] = "linear",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="For --profile adaptive: this model's file from `lynx calibrate`.",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for timeline.png and demo.json.", file_okay=False)
     ] = Path("out/demo"),
@@ -181,7 +193,8 @@ def demo(
         raise UnsupportedError(
             f"the demo needs {e.name}: pip install 'lynx-backend[demo]', or run `make demo`"
         ) from e
-    codec = Codec(CodecSpec(profile))
+    tables = None if calibration is None else Calibration.load(calibration)
+    codec = Codec(CodecSpec(profile), calibration=tables)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with (
         Progress(*columns, TimeElapsedColumn(), console=console) as progress,

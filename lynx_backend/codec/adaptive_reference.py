@@ -150,8 +150,8 @@ def header_bytes(layout: KVLayout, kv: int, tokens: int) -> int:
 def pack_nibbles(x: Array) -> U8:
     """Values below 16 in order, two a byte, the first in the low half."""
     flat = x.reshape(-1).astype(np.uint8)
-    flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8)).reshape(-1, 2)
-    return flat[:, 0] | flat[:, 1] << 4
+    pairs: U8 = np.append(flat, np.zeros(len(flat) % 2, np.uint8)).reshape(-1, 2)
+    return pairs[:, 0] | np.left_shift(pairs[:, 1], np.uint8(4))
 
 
 def unpack_nibbles(data: U8, count: int) -> U8:
@@ -383,7 +383,7 @@ def encode(
             total = total_bits(spec, layout, kv)
             page = encode_page(x, star, scaled, cos, sin, priority, total, spec)
             tokens = len(x)
-            pieces = [
+            pieces: list[Array] = [
                 page.low.astype(np.float16), page.ranges.astype(np.float16),
                 pack_nibbles(page.width - 1), star.astype(np.uint8),
                 page.exponent.astype(np.int8),
