@@ -33,9 +33,10 @@ def golden_kv(dtype: torch.dtype) -> torch.Tensor:
 
 
 GOLDEN_CASES = {
-    "linear-bfloat16": (CodecSpec(), torch.bfloat16),
+    "linear-bfloat16": (CodecSpec("linear"), torch.bfloat16),
     "linear-float32-3+5": (CodecSpec("linear", 3, 5, chunk=16), torch.float32),
     "paper-float16": (CodecSpec("paper"), torch.float16),
+    "adaptive-bfloat16": (CodecSpec("adaptive"), torch.bfloat16),
 }
 
 
