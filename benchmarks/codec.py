@@ -2,8 +2,8 @@
 
     python benchmarks/codec.py [--rounds N] [--json FILE]
 
-Every round times the memcpy and then every operation once, so that a noisy neighbour slows both;
-ratios are medians over the rounds. Peers: LMCache's fp8 serde and CacheGen, in its own classes,
+Every round times the memcpy and then every operation once, in random order, so that a noisy
+neighbour slows both; ratios are medians over the rounds. Peers: LMCache's fp8 serde and CacheGen, in its own classes,
 when they can be imported (``benchmarks/README.md`` says how), and torch's cast to fp8. CacheGen is
 timed once, on a single page: it needs seconds for it.
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
+import random
 import resource
 import statistics
 import time
@@ -109,10 +111,12 @@ def measure(kv: torch.Tensor, jobs: Operations, rounds: int) -> list[dict[str, o
     copies: list[float] = []
     for job in jobs.values():
         job()  # compiles, and faults memory in
+    order = list(jobs)
     for _ in range(rounds):
+        random.shuffle(order)  # what comes first pays for memory that the system took back
         copies.append(seconds(lambda: np.copyto(target, source)))
-        for name, job in jobs.items():
-            times[name].append(seconds(job))
+        for name in order:
+            times[name].append(seconds(jobs[name]))
     gigabytes = source.nbytes / 1e9
     rows = [{"operation": "memcpy, 1 thread", "gb_per_s": gigabytes / statistics.median(copies)}]
     for name, taken in times.items():
@@ -163,9 +167,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("out/codec.json"), help="raw numbers")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console()
+    random.seed(0)
+    console = Console(width=None if Console().is_terminal else 100)
     result: dict[str, object] = {
-        "machine": f"{cpu_name()}, {torch.get_num_interop_threads()} cores",
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "rounds": args.rounds,
