@@ -3,9 +3,9 @@
     python benchmarks/codec.py [--rounds N] [--json FILE]
 
 Every round times the memcpy and then every operation once, in random order, so that a noisy
-neighbour slows both; ratios are medians over the rounds. Peers: LMCache's fp8 serde and CacheGen, in its own classes,
-when they can be imported (``benchmarks/README.md`` says how), and torch's cast to fp8. CacheGen is
-timed once, on a single page: it needs seconds for it.
+neighbour slows both; ratios are medians over the rounds. Peers: LMCache's fp8 serde and CacheGen,
+in its own classes, when they can be imported (``benchmarks/README.md`` says how), and torch's cast
+to fp8. CacheGen is timed once, on a single page: it needs seconds for it.
 """
 
 from __future__ import annotations
