@@ -198,8 +198,14 @@ def test_another_calibration_is_another_format():
         Codec(mine.spec)
     with pytest.raises(InvalidInputError, match="takes no calibration"):
         Codec(CodecSpec("linear"), calibration=calibration_for(layout, 4))
+    foreign = random_kv((2, 2, 40, 3, 8), torch.bfloat16)
     with pytest.raises(InvalidInputError, match="lynx calibrate"):
-        mine.encode(random_kv((2, 2, 40, 3, 8), torch.bfloat16))
+        mine.encode(foreign)
+    bare = Codec(CodecSpec("adaptive")).encode(foreign)[0].numpy()
+    layout, body = layout_of(foreign), memoryview(bytes(bare[wire.HEADER_BYTES :]))
+    sealed = wire.seal(mine.spec.pack(), layout, wire.NO_KEY, [body, memoryview(b"")])[0]
+    with pytest.raises(FormatMismatchError, match="lynx calibrate"):
+        mine.decode(sealed + bytes(body))
 
 
 def test_whole_objects_with_impossible_content_are_refused():

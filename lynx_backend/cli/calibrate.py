@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..codec.calibration import OCTAVE
 from ..errors import InvalidInputError, UnsupportedError
-from .demo import BUILT_IN_TEXT
+from .options import TextOption, read_text
 
 
 def calibrate(
@@ -24,15 +24,7 @@ def calibrate(
         ),
     ],
     out: Annotated[Path, typer.Option(help="File to write.", dir_okay=False, writable=True)],
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Text file to read. Default: {BUILT_IN_TEXT}, which every Python has.",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-        ),
-    ] = None,
+    text: TextOption = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to read, from the text's start.")
     ] = 1024,
@@ -50,15 +42,11 @@ def calibrate(
             f"calibration needs {e.name}: pip install 'lynx-backend[demo]'"
         ) from e
     from ..models import load_model
-    from ..texts import default_text, prompt_tokens
+    from ..texts import prompt_tokens
 
-    try:
-        source = default_text() if text is None else text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise InvalidInputError(f"{text} is not UTF-8 text: {e}") from None
     with console.status(f"load {model}") as status:
         loaded, tokenizer = load_model(model, torch.bfloat16)
-        prompt = prompt_tokens(tokenizer, source, tokens)
+        prompt = prompt_tokens(tokenizer, read_text(text), tokens)
         status.update(f"read {len(prompt)} tokens")
         made = measure.calibrate(loaded, prompt)
     try:

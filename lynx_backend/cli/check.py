@@ -6,8 +6,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -21,18 +19,10 @@ from ..keys import CacheIdentity, ChunkKey, Part, chunk_keys
 from ..layout import KVLayout
 from ..store import ChunkStore
 from ..tiers import Tier
+from .options import ConfigOption
 
 _LAYOUT = KVLayout(2, 8, 256, 8, 128, "bfloat16")
 _ROUNDS = 5
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        help="YAML file of settings; default: $LYNX_CONFIG, then LYNX_* variables.",
-    ),
-]
 
 
 def check(config: ConfigOption = None) -> None:

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from ..codec import Calibration, Codec, CodecSpec
-from ..errors import InvalidInputError, UnsupportedError
+from ..errors import UnsupportedError
 from ..keys import CacheIdentity, ChunkKey, ObjectName, Part, chunk_keys
 from ..layout import KVLayout
 from ..progressive import ProgressiveRequest
@@ -35,13 +35,12 @@ from ..store import ChunkStore, StoredObjects
 from ..tiers import MemoryTier, NvmeTier
 from ..transport import LocalTransport, Transport
 from .baselines import PerToken, Raw
+from .options import BUILT_IN_TEXT, TextOption, read_text
 
 if TYPE_CHECKING:
     from ..engines.reference import Result
 
 CHUNK_TOKENS = 256
-#: Marks a prompt whose text comes from Python's own documentation.
-BUILT_IN_TEXT = "the Python language reference topics"
 
 
 @dataclass
@@ -134,15 +133,7 @@ def demo(
             "folder with any causal language model in Hugging Face format."
         ),
     ] = "smollm2",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Text file for the prompt. Default: {BUILT_IN_TEXT}, which every Python has.",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-        ),
-    ] = None,
+    text: TextOption = None,
     tokens: Annotated[
         int, typer.Option(min=2, help="Length of the prompt in tokens, cut from the text's start.")
     ] = 4096,
@@ -261,17 +252,13 @@ def _prepare(
     from transformers.utils.logging import disable_progress_bar
 
     from ..models import load_model
-    from ..texts import default_text, prompt_tokens
+    from ..texts import prompt_tokens
 
     disable_progress_bar()
     task = progress.add_task(f"load {model} (the first time: convert it)", total=None)
     loaded, tokenizer = load_model(model)
     progress.update(task, total=1, completed=1)
-    try:
-        source = default_text() if text is None else text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise InvalidInputError(f"{text} is not UTF-8 text: {e}") from None
-    return loaded, prompt_tokens(tokenizer, source, tokens)
+    return loaded, prompt_tokens(tokenizer, read_text(text), tokens)
 
 
 def _prefill(progress: Progress, model: Any, prompt: list[int]) -> tuple[torch.Tensor, float]:

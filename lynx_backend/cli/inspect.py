@@ -16,7 +16,7 @@ from ..config import LynxConfig
 from ..errors import ConfigError, CorruptObjectError, FormatMismatchError, InvalidInputError
 from ..keys import ObjectName, Part
 from ..tiers import NvmeTier, Tier
-from .check import ConfigOption
+from .options import ConfigOption
 
 _MOST_LISTED = 50
 

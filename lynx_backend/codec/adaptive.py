@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..errors import CorruptObjectError, FormatMismatchError
+from ..errors import CorruptObjectError, FormatMismatchError, InvalidInputError
 from ..keys import Part
 from ..layout import KVLayout
 from . import adaptive_cpu
@@ -47,7 +47,11 @@ class AdaptiveScheme(Scheme):
         return payloads, sum(spread(run, layout.layers))
 
     def check_size(self, layout: KVLayout, part: Part, payload_bytes: int) -> None:
-        self._tables(layout)
+        if self._calibration is not None:
+            try:
+                self._calibration.check(layout)
+            except InvalidInputError as e:
+                raise FormatMismatchError(str(e)) from None
         plan = AdaptivePlan.of(self.spec, layout)
         wanted = plan.anchor_bytes if part == Part.ANCHOR else plan.residual_bytes
         if payload_bytes != wanted:

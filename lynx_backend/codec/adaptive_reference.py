@@ -26,7 +26,15 @@ import numpy.typing as npt
 
 from ..layout import KVLayout
 from .calibration import Calibration
-from .reference import MAX_ABS, from_float, pack_codes, to_float, unpack_codes
+from .reference import (
+    MAX_ABS,
+    Reader,
+    from_float,
+    pack_codes,
+    to_float,
+    unpack_codes,
+    write_pieces,
+)
 from .spec import CodecSpec, packed_rows
 
 F32 = npt.NDArray[np.float32]
@@ -397,10 +405,10 @@ def encode(
                 padded = np.zeros((-(-tokens // 8) * 8, len(channels)), np.uint8)
                 padded[:tokens] = codes[:, channels] >> r
                 pieces.append(pack_codes(padded, bits_))
-            _write(anchor, plan.anchor_start(unit, p), pieces)
+            write_pieces(anchor, plan.anchor_start(unit, p), *pieces)
             page.q[star, np.arange(heads)] = page.row
             rest = (page.q.reshape(tokens, -1) & ((1 << r) - 1)).astype(np.uint8)
-            _write(residual, plan.residual_start(unit, p), [pack_codes(rest, r)])
+            write_pieces(residual, plan.residual_start(unit, p), pack_codes(rest, r))
     return anchor, residual
 
 
@@ -424,7 +432,7 @@ def decode(
         token_scale = has_token_scale(layout, kv)
         for p in range(plan.pages):
             tokens = plan.last_len if p == plan.pages - 1 else spec.page_tokens
-            take = _Reader(anchor, plan.anchor_start(unit, p))
+            take = Reader(anchor, plan.anchor_start(unit, p))
             low, ranges = (
                 take(2 * width_).view(np.float16).astype(np.float32).reshape(heads, d)
                 for _ in range(2)
@@ -450,7 +458,7 @@ def decode(
                 steps, q.reshape(tokens, heads, d),
             )  # fmt: skip
             if residual is not None:
-                take = _Reader(residual, plan.residual_start(unit, p))
+                take = Reader(residual, plan.residual_start(unit, p))
                 n = packed_rows(tokens, r)
                 rest = unpack_codes(take(n * width_).reshape(n, width_), tokens, r).astype(np.int64)
                 page.q += rest.reshape(tokens, heads, d)
@@ -461,22 +469,3 @@ def decode(
                 x = np.clip(x, _f(-MAX_ABS), _f(MAX_ABS))
             out[kv, layer, start : start + tokens] = from_float(x.reshape(tokens, -1), layout.dtype)
     return out
-
-
-class _Reader:
-    """Takes consecutive pieces of a payload."""
-
-    def __init__(self, data: U8, start: int) -> None:
-        self.data, self.at = data, start
-
-    def __call__(self, size: int) -> U8:
-        piece: U8 = self.data[self.at : self.at + size].copy()
-        self.at += size
-        return piece
-
-
-def _write(out: U8, start: int, pieces: list[Array]) -> None:
-    for piece in pieces:
-        flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
-        out[start : start + len(flat)] = flat
-        start += len(flat)

@@ -12,6 +12,7 @@ that place the chunk's scale inside [low, high]. Exact tokens take no part in an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -218,11 +219,11 @@ def encode(bits: Bits, layout: KVLayout, spec: CodecSpec) -> tuple[U8, U8]:
             a, r = biased >> spec.residual_bits, biased & ((1 << spec.residual_bits) - 1)
             scales = (page.low.view(np.uint8), page.high.view(np.uint8), page.base, page.span)
             start = unit * plan.anchor_unit + p * plan.anchor_page
-            _write(anchor, start, *scales, pack_codes(a, spec.anchor_bits))
+            write_pieces(anchor, start, *scales, pack_codes(a, spec.anchor_bits))
             start = unit * plan.residual_unit + p * plan.residual_page
-            _write(residual, start, pack_codes(r, spec.residual_bits))
+            write_pieces(residual, start, pack_codes(r, spec.residual_bits))
     rows_exact = np.ascontiguousarray(bits[:, :, chosen].transpose(2, 1, 0, 3))
-    _write(anchor, plan.exact_offset, chosen.astype("<u4"), rows_exact)
+    write_pieces(anchor, plan.exact_offset, chosen.astype("<u4"), rows_exact)
     return anchor, residual
 
 
@@ -238,7 +239,7 @@ def decode(anchor: U8, residual: U8 | None, layout: KVLayout, spec: CodecSpec) -
         for p in range(plan.pages):
             tokens = plan.last_len if p == plan.pages - 1 else spec.page_tokens
             chunks = spec.chunks(tokens)
-            take = _Reader(anchor, unit * plan.anchor_unit + p * plan.anchor_page)
+            take = Reader(anchor, unit * plan.anchor_unit + p * plan.anchor_page)
             low = take(2 * width).view(np.float16)
             high = take(2 * width).view(np.float16)
             base = take(chunks * width).reshape(chunks, width)
@@ -247,7 +248,7 @@ def decode(anchor: U8, residual: U8 | None, layout: KVLayout, spec: CodecSpec) -
             a = unpack_codes(take(n * width).reshape(n, width), tokens, spec.anchor_bits)
             q = a.astype(np.int16) << spec.residual_bits
             if residual is not None:
-                take = _Reader(residual, unit * plan.residual_unit + p * plan.residual_page)
+                take = Reader(residual, unit * plan.residual_unit + p * plan.residual_page)
                 n = packed_rows(tokens, spec.residual_bits)
                 r = unpack_codes(take(n * width).reshape(n, width), tokens, spec.residual_bits)
                 q = q + r - spec.bias
@@ -255,7 +256,7 @@ def decode(anchor: U8, residual: U8 | None, layout: KVLayout, spec: CodecSpec) -
             x = decode_page(Page(low, high, base, span, q.astype(np.uint8)), spec)
             start = p * spec.page_tokens
             out[kv, layer, start : start + tokens] = from_float(x, layout.dtype)
-    take = _Reader(anchor, plan.exact_offset)
+    take = Reader(anchor, plan.exact_offset)
     chosen = take(4 * count).view("<u4")
     rows = take(count * layout.row_bytes).view(kind)
     shape = (count, layout.layers, layout.kv, layout.channels)
@@ -263,8 +264,8 @@ def decode(anchor: U8, residual: U8 | None, layout: KVLayout, spec: CodecSpec) -
     return out
 
 
-class _Reader:
-    """Takes consecutive pieces of a payload."""
+class Reader:
+    """Takes consecutive pieces of a payload, each as a copy."""
 
     def __init__(self, data: U8, start: int) -> None:
         self.data, self.at = data, start
@@ -275,8 +276,9 @@ class _Reader:
         return piece
 
 
-def _write(out: U8, start: int, *pieces: npt.NDArray[np.generic]) -> None:
+def write_pieces(out: U8, start: int, *pieces: npt.NDArray[Any]) -> None:
+    """Put the bytes of some arrays one after the other into a payload."""
     for piece in pieces:
-        flat = piece.reshape(-1).view(np.uint8)
+        flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
         out[start : start + len(flat)] = flat
         start += len(flat)
