@@ -31,7 +31,7 @@ from rich.table import Table
 from lynx_backend import Codec, CodecSpec
 
 SHAPES = {
-    "Llama-3.1-8B, 1024 tokens": (2, 32, 1024, 8, 128),
+    "Llama-3.1-8B, one chunk of 256 tokens": (2, 32, 256, 8, 128),
     "SmolLM2-135M, 2048 tokens": (2, 30, 2048, 3, 64),
 }
 PAGE = (2, 80, 256, 8, 128)  # one LMCache chunk of a 70B model

@@ -6,6 +6,7 @@ is inside this process: a token bucket that lets the set number of bits a second
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from ..engines.reference import Result
 
 CHUNK_TOKENS = 256
+#: Another text than the prompt's that every Python has.
+_CALIBRATION_TEXT = Path(argparse.__file__)
+_CALIBRATION_TOKENS = 512
 
 
 @dataclass
@@ -153,18 +157,10 @@ def demo(
     profile: Annotated[
         str,
         typer.Option(
-            help="Codec profile: linear, adaptive, or paper (the α-law of the Lynx paper)."
+            help="Codec profile: adaptive, linear, or paper (the α-law of the Lynx paper). For "
+            "adaptive the model is first calibrated on another text than the prompt's.",
         ),
-    ] = "linear",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="For --profile adaptive: this model's file from `lynx calibrate`.",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-        ),
-    ] = None,
+    ] = "adaptive",
     out: Annotated[
         Path, typer.Option(help="Folder for timeline.png and demo.json.", file_okay=False)
     ] = Path("out/demo"),
@@ -184,14 +180,14 @@ def demo(
         raise UnsupportedError(
             f"the demo needs {e.name}: pip install 'lynx-backend[demo]', or run `make demo`"
         ) from e
-    tables = None if calibration is None else Calibration.load(calibration)
-    codec = Codec(CodecSpec(profile), calibration=tables)
+    spec = CodecSpec(profile)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with (
         Progress(*columns, TimeElapsedColumn(), console=console) as progress,
         tempfile.TemporaryDirectory(prefix="lynx-demo-") as folder,
     ):
-        loaded, prompt = _prepare(progress, model, text, tokens)
+        loaded, prompt, other = _prepare(progress, model, text, tokens)
+        codec = Codec(spec, calibration=_calibrate(progress, loaded, other, spec))
         kv, prefill_seconds = _prefill(progress, loaded, prompt)
         sizes = tuple(kv.shape)
         layout = KVLayout(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], "bfloat16")
@@ -248,7 +244,8 @@ def _store(
 
 def _prepare(
     progress: Progress, model: str, text: Path | None, tokens: int
-) -> tuple[Any, list[int]]:
+) -> tuple[Any, list[int], list[int]]:
+    """The model, the prompt, and tokens of another text to calibrate on."""
     from transformers.utils.logging import disable_progress_bar
 
     from ..models import load_model
@@ -258,7 +255,22 @@ def _prepare(
     task = progress.add_task(f"load {model} (the first time: convert it)", total=None)
     loaded, tokenizer = load_model(model)
     progress.update(task, total=1, completed=1)
-    return loaded, prompt_tokens(tokenizer, read_text(text), tokens)
+    prompt = prompt_tokens(tokenizer, read_text(text), tokens)
+    other = tokenizer(_CALIBRATION_TEXT.read_text(encoding="utf-8"))["input_ids"]
+    return loaded, prompt, other[:_CALIBRATION_TOKENS]
+
+
+def _calibrate(
+    progress: Progress, model: Any, tokens: list[int], spec: CodecSpec
+) -> Calibration | None:
+    from ..engines.calibrate import calibrate
+
+    if spec.profile != "adaptive":
+        return None
+    task = progress.add_task("calibrate the codec on another text", total=None)
+    made = calibrate(model, tokens)
+    progress.update(task, total=1, completed=1)
+    return made
 
 
 def _prefill(progress: Progress, model: Any, prompt: list[int]) -> tuple[torch.Tensor, float]:

@@ -49,10 +49,10 @@ def table(console: Console, facts: Mapping[str, Any], runs: Sequence[Run]) -> No
         )
     console.print(out)
     console.print(
-        "\nTimes in seconds after the request; tokens are verified ones, that a client may see.\n"
-        "bits: on the wire, for each element of the cache. kept: drafts that verification\n"
-        "accepted. same as: tokens equal to plain decoding on Lynx's refined cache (Q_full)\n"
-        "and on the exact one (BF16).\n"
+        "\nTimes in seconds after the request; tokens are verified ones, which a client\n"
+        "may see. bits: on the wire, for each element of the cache. kept: drafts that\n"
+        "verification accepted. same as: tokens equal to plain decoding on Lynx's\n"
+        "refined cache (Q_full) and on the exact one (BF16).\n"
     )
 
 
