@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lynx_backend import Codec, CodecSpec
+from lynx_backend.codec import Calibration
 
 CHUNK_TOKENS = 256  # LMCache's chunk: what one object holds
 
@@ -92,9 +93,11 @@ def fp8(kv: torch.Tensor) -> list[Reconstruction]:
     return [Reconstruction(kv.to(torch.float8_e4m3fn).float(), kv.numel())]
 
 
-def lynx(spec: CodecSpec) -> Callable[[torch.Tensor], list[Reconstruction]]:
+def lynx(
+    spec: CodecSpec, calibration: Calibration | None = None
+) -> Callable[[torch.Tensor], list[Reconstruction]]:
     """Q_anchor and Q_full, one object pair a chunk, as they are stored."""
-    codec = Codec(spec)
+    codec = Codec(spec, calibration=calibration)
 
     def run(kv: torch.Tensor) -> list[Reconstruction]:
         coarse, full, sizes = [], [], [0, 0]
@@ -138,10 +141,13 @@ def cachegen(model_folder: str) -> Quantizer | None:
     return Quantizer("LMCache CacheGen", run, drafts=True)
 
 
-def quantizers(model_folder: str | None) -> list[Quantizer]:
-    """Everything that is compared. CacheGen needs the folder of the model; None leaves it out."""
+def quantizers(model_folder: str | None, calibration: Calibration, match: str) -> list[Quantizer]:
+    """What is compared: all whose names hold ``match``.
+
+    CacheGen needs the folder of the model; None leaves it out. The calibration is for ``adaptive``.
+    """
     peer = cachegen(model_folder) if model_folder else None
-    return [
+    compared = [
         Quantizer("uniform INT8, one scale a layer", per_layer(8)),
         Quantizer("FP8 e4m3 (LMCache fp8)", fp8),
         Quantizer("INT8 per token", per_token(8)),
@@ -152,4 +158,7 @@ def quantizers(model_folder: str | None) -> list[Quantizer]:
         Quantizer("uniform INT4, one scale a layer", per_layer(4)),
         Quantizer("Lynx paper profile", lynx(CodecSpec("paper")), drafts=True),
         Quantizer("Lynx linear profile", lynx(CodecSpec("linear")), drafts=True),
+        Quantizer("Lynx adaptive, uncalibrated", lynx(CodecSpec("adaptive"))),
+        Quantizer("Lynx adaptive profile", lynx(CodecSpec("adaptive"), calibration), drafts=True),
     ]
+    return [quantizer for quantizer in compared if match.lower() in quantizer.name.lower()]

@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lynx_backend.engines.calibrate import calibrate
 from lynx_backend.engines.kv_buffer import KVBuffer, prefill
 from lynx_backend.engines.reference import Sampler, decode
 from lynx_backend.engines.sampling import verify
@@ -53,6 +54,7 @@ TOKENS = 2048
 POSITIONS = 64
 DRAFT_PROMPT = 1024
 MAX_DRAFTS = 64
+CALIBRATION_TEXT = "chat"  # one of the tuning texts
 GROUPS = {"tuning": TUNING, "held out": HELD_OUT}
 _CHARACTERS = 6  # a token, at most, in every text here
 _console = Console(width=None if Console().is_terminal else 150)
@@ -191,11 +193,12 @@ def drafts_table(title: str, rows: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def measure_model(
-    name: str, texts: list[str], tokens: int, prompts: int, with_cachegen: bool
+    name: str, texts: list[str], tokens: int, prompts: int, with_cachegen: bool, match: str
 ) -> dict[str, Any]:
     """Measure and print one model; returns the raw numbers."""
     model, tokenizer = load_model(name)
-    compared = quantizers(model.config._name_or_path if with_cachegen else None)
+    learnt = calibrate(model, prompt_tokens(tokenizer, TEXTS[CALIBRATION_TEXT](), DRAFT_PROMPT))
+    compared = quantizers(model.config._name_or_path if with_cachegen else None, learnt, match)
     by_text: dict[str, dict[str, Any]] = {}
     with Progress(console=_console, transient=True) as progress:
         task = progress.add_task(f"{name}: texts", total=len(texts) * len(compared))
@@ -231,7 +234,10 @@ def main() -> None:
         action="store_true",
         help="one model, one short text, one prompt to draft after, no CacheGen",
     )
+    parser.add_argument("--match", default="", help="only quantizers with this in their name")
+    parser.add_argument("--no-cachegen", action="store_true", help="leave out the slowest peer")
     options = parser.parse_args()
+    with_cachegen = not (options.quick or options.no_cachegen)
     models, texts, tokens, prompts = options.models, list(TEXTS), TOKENS, options.prompts
     if options.quick:
         models, texts, tokens, prompts = models[:1], texts[:1], 512, 1
@@ -247,7 +253,10 @@ def main() -> None:
         "positions": POSITIONS,
         "draft_prompt": DRAFT_PROMPT,
         "texts": {text: hashlib.sha256(TEXTS[text]().encode()).hexdigest() for text in texts},
-        "models": {m: measure_model(m, texts, tokens, prompts, not options.quick) for m in models},
+        "models": {
+            m: measure_model(m, texts, tokens, prompts, with_cachegen, options.match)
+            for m in models
+        },
     }
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -168,3 +168,23 @@ def larger(_: Any, x: Any, y: Any) -> Any:
         return b.select(b.icmp_signed(">", args[0], args[1]), args[0], args[1])
 
     return x(x, x), emit
+
+
+@intrinsic
+def shift_left(_: Any, x: Any, bits: Any) -> Any:
+    """uint8 << bits in 8 bits, bits below 8."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.shl(args[0], b.trunc(args[1], _I8))
+
+    return types.uint8(types.uint8, types.int64), emit
+
+
+@intrinsic
+def shift_right(_: Any, x: Any, bits: Any) -> Any:
+    """uint8 >> bits in 8 bits, bits below 8."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.lshr(args[0], b.trunc(args[1], _I8))
+
+    return types.uint8(types.uint8, types.int64), emit

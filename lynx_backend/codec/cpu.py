@@ -22,6 +22,8 @@ from ._scalars import (
     fp16_to_float,
     from_order,
     larger,
+    shift_left,
+    shift_right,
     smaller,
     to_order,
     u8_to_float,
@@ -89,14 +91,14 @@ def _put_codes(plane: Any, channels: int, token: int, bits: int, codes: Any, dro
     row = plane[at * channels : (at + 1) * channels]
     if shift == 0:
         for c in range(channels):
-            row[c] = np.uint8(codes[c] >> drop) & mask
+            row[c] = shift_right(codes[c], drop) & mask
     else:
         for c in range(channels):
-            row[c] |= np.uint8((np.uint8(codes[c] >> drop) & mask) << shift)
+            row[c] |= shift_left(shift_right(codes[c], drop) & mask, shift)
     if shift + bits > 8:
         row = plane[(at + 1) * channels : (at + 2) * channels]
         for c in range(channels):
-            row[c] = np.uint8((np.uint8(codes[c] >> drop) & mask) >> (8 - shift))
+            row[c] = shift_right(shift_right(codes[c], drop) & mask, 8 - shift)
 
 
 @_inline
@@ -107,11 +109,11 @@ def _get_codes(plane: Any, channels: int, token: int, bits: int, codes: Any) -> 
     row = plane[at * channels : (at + 1) * channels]
     if shift + bits <= 8:
         for c in range(channels):
-            codes[c] = np.uint8(row[c] >> shift) & mask
+            codes[c] = shift_right(row[c], shift) & mask
     else:
         more = plane[(at + 1) * channels : (at + 2) * channels]
         for c in range(channels):
-            codes[c] = np.uint8(np.uint8(row[c] >> shift) | np.uint8(more[c] << (8 - shift))) & mask
+            codes[c] = (shift_right(row[c], shift) | shift_left(more[c], 8 - shift)) & mask
 
 
 @_jit
@@ -405,10 +407,10 @@ def decode_units(
                     if both and residual_bits:
                         _get_codes(correction, channels, t - start, residual_bits, r)
                         for c in range(channels):
-                            q[c] = np.uint8((q[c] << residual_bits) + r[c] - bias)
+                            q[c] = np.uint8(shift_left(q[c], residual_bits) + r[c] - bias)
                     else:
                         for c in range(channels):
-                            q[c] = np.uint8(q[c] << residual_bits)
+                            q[c] = shift_left(q[c], residual_bits)
                     at = origin + t * strides[2]
                     target = out[at : at + channels]
                     if uniform and dtype == BF16:  # the common case, in one loop
