@@ -12,7 +12,9 @@ import torch
 
 from lynx_backend import Codec
 from lynx_backend.cli import main
+from lynx_backend.codec import Calibration
 from lynx_backend.keys import ChunkKey, Part
+from lynx_backend.layout import KVLayout
 from lynx_backend.store import ChunkStore
 from lynx_backend.tiers import NvmeTier
 
@@ -70,6 +72,18 @@ def test_check_passes_and_leaves_nothing(folder: Path, tmp_path: Path, lynx):
     for text in ("Tier memory", "Tier nvme", "environment LYNX_MEMORY_MAX_BYTES", "ok: 2 tiers"):
         assert text in done.stdout
     assert len(list(NvmeTier(folder, 1 << 20).names())) == 2
+
+
+def test_check_with_a_calibration_takes_its_models_shape(tmp_path: Path, lynx):
+    Calibration.none(KVLayout(2, 3, 1, 2, 16, "bfloat16")).save(tmp_path / "model.npz")
+    done = lynx(
+        "check",
+        LYNX_CODEC_PROFILE="adaptive",
+        LYNX_CODEC_CALIBRATION=str(tmp_path / "model.npz"),
+        LYNX_MEMORY_MAX_BYTES="8MiB",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ok: 1 tier" in done.stdout
 
 
 def test_check_fails_on_a_tier_too_small_and_says_so(folder: Path, lynx):

@@ -21,7 +21,6 @@ from ..store import ChunkStore
 from ..tiers import Tier
 from .options import ConfigOption
 
-_LAYOUT = KVLayout(2, 8, 256, 8, 128, "bfloat16")
 _ROUNDS = 5
 
 
@@ -29,17 +28,20 @@ def check(config: ConfigOption = None) -> None:
     """Prove that a configuration works: a chunk through every tier and back, with timings.
 
     Prints each setting and where it came from, the codec's speed, and for every tier the time and
-    throughput of writing, finding and reading one chunk of 8 MB of BF16 cache. What was written is
-    removed again. Exits with 1 when a tier failed.
+    throughput of writing, finding and reading one chunk of 256 tokens: of the calibrated model's
+    shape, or 8 MB of BF16 cache. It is removed again. Exits with 1 when a tier failed.
     """
     console = Console()
     settings = LynxConfig.load(config)
     store = ChunkStore.from_config(settings)
     _show_settings(console, settings, store.codec.spec)
     # A random identity: nothing that anyone stored can have this key.
-    identity = CacheIdentity("lynx-check", os.urandom(8).hex(), _LAYOUT.signature, "")
+    known = store.codec.calibration
+    layers, heads, head_dim = (8, 8, 128) if known is None else known.priority.shape
+    layout = KVLayout(2, layers, 256, heads, head_dim, "bfloat16")
+    identity = CacheIdentity("lynx-check", os.urandom(8).hex(), layout.signature, "")
     key = chunk_keys(identity, [0])[0]
-    sample = torch.randn(_LAYOUT.shape).to(torch.bfloat16)
+    sample = torch.randn(layout.shape).to(torch.bfloat16)
     try:
         objects = _check_codec(console, store, key, sample)
         healthy = [_check_tier(console, tier, key, objects) for tier in store.tiers]

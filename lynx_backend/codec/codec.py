@@ -67,6 +67,7 @@ class Codec:
                 "that the objects were made with"
             )
         self.spec = replace(spec, calibration=mine)
+        self.calibration = calibration
         self.threads = threads or torch.get_num_threads()
         self._wire_spec = self.spec.pack()
         self._scheme: Scheme = (
