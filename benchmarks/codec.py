@@ -16,12 +16,12 @@ import multiprocessing
 import os
 import platform
 import random
-import resource
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ SHAPES = {
     "SmolLM2-135M, 2048 tokens": (2, 30, 2048, 3, 64),
 }
 PAGE = (2, 80, 256, 8, 128)  # one LMCache chunk of a 70B model
+T = TypeVar("T")
 Operations = dict[str, Callable[[], object]]
 
 
@@ -137,28 +138,27 @@ def peak_scratch(pipe: multiprocessing.connection.Connection) -> None:
     """Growth of the peak resident size while one page is encoded and decoded, outputs excluded."""
     torch.set_num_threads(1)
     kv, codec = torch.randn(PAGE).to(torch.bfloat16), Codec(threads=1)
-    small = codec.encode(kv[:, :1])
-    codec.decode(*small)
-
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    # Raise the peak to what is resident now, with exactly the outputs added.
-    size = sum(map(len, codec.encode(kv[:, :1]))) * PAGE[1]
-    ballast = np.ones(max(0, peak() - resident()) + size, np.uint8)
-    before = peak()
-    del ballast
-    objects = codec.encode(kv)
-    encode = peak() - before
+    codec.decode(*codec.encode(kv[:, :1]))  # compiles
     out = torch.zeros_like(kv)
-    before = max(peak(), resident())
-    codec.decode(*objects, out=out)
-    pipe.send((kv.numel() * 2, max(0, encode), max(0, peak() - before)))
+
+    def growth(run: Callable[[], T]) -> tuple[int, T]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
+        before = status("VmHWM")
+        result = run()
+        return status("VmHWM") - before, result
+
+    encode, objects = growth(lambda: codec.encode(kv))
+    decode, _ = growth(lambda: codec.decode(*objects, out=out))
+    outputs = sum(map(len, objects))
+    pipe.send((kv.numel() * 2, max(0, encode - outputs), decode))
 
 
-def resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+def status(field: str) -> int:
+    """A size from /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_codec import DTYPES, SPLITS, bits_of, layout_of, payload, random_kv, same_bits
+from test_codec import DTYPES, SPLITS, bits_of, hostile_kv, layout_of, payload, random_kv, same_bits
 
 from lynx_backend import Codec, CodecSpec, CorruptObjectError, FormatMismatchError, wire
 from lynx_backend.codec import Calibration, adaptive_cpu
@@ -73,16 +73,8 @@ def test_same_bytes_for_every_split(split: tuple[int, int], alpha: float):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), rotated=st.booleans())
 def test_hostile_values_match_the_reference(data: st.DataObject, dtype: torch.dtype, rotated: bool):
-    """Any finite bit pattern up to the largest fp16: denormals, signed zeros, huge spreads."""
-    shape = data.draw(st.sampled_from([(2, 1, 40, 1, 4), (1, 2, 9, 2, 2), (2, 1, 1, 1, 4)]))
-    bits = 32 if dtype == torch.float32 else 16
-    count = int(np.prod(shape))
-    raw = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count))
-    kind = np.uint32 if bits == 32 else np.uint16
-    kv = torch.from_numpy(np.array(raw, kind).view(np.int32 if bits == 32 else np.int16).copy())
-    kv = kv.view(dtype).reshape(shape).clone()
-    kv[~(kv.float().abs() <= 65504)] = 0
-    calibration = calibration_for(layout_of(kv), shape[4] // 2) if rotated else None
+    kv = hostile_kv(data, [(2, 1, 40, 1, 4), (1, 2, 9, 2, 2), (2, 1, 1, 1, 4)], dtype)
+    calibration = calibration_for(layout_of(kv), kv.shape[4] // 2) if rotated else None
     assert_matches_reference(kv, CodecSpec("adaptive"), calibration, threads=1)
 
 

@@ -44,6 +44,21 @@ def random_kv(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torc
     return kv.to(dtype)
 
 
+def hostile_kv(
+    data: st.DataObject, shapes: list[tuple[int, ...]], dtype: torch.dtype
+) -> torch.Tensor:
+    """Any finite bit pattern up to the largest fp16: denormals, signed zeros, huge spreads."""
+    shape = data.draw(st.sampled_from(shapes))
+    bits = 32 if dtype == torch.float32 else 16
+    count = int(np.prod(shape))
+    raw = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count))
+    kind = np.uint32 if bits == 32 else np.uint16
+    kv = torch.from_numpy(np.array(raw, kind).view(np.int32 if bits == 32 else np.int16).copy())
+    kv = kv.view(dtype).reshape(shape).clone()
+    kv[~(kv.float().abs() <= reference.MAX_ABS)] = 0
+    return kv
+
+
 def layout_of(kv: torch.Tensor) -> KVLayout:
     return KVLayout(*kv.shape, dtype=str(kv.dtype).removeprefix("torch."))
 
@@ -118,15 +133,8 @@ def test_unusual_axes(shape: tuple[int, ...]):
 def test_hostile_values_match_the_reference(
     data: st.DataObject, profile: str, split: tuple[int, int], dtype: torch.dtype
 ):
-    """Any finite bit pattern up to the largest fp16: denormals, signed zeros, huge spreads."""
-    shape = data.draw(st.sampled_from([(2, 1, 40, 1, 3), (1, 2, 9, 2, 2), (2, 1, 1, 1, 4)]))
-    bits = 32 if dtype == torch.float32 else 16
-    count = int(np.prod(shape))
-    raw = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count))
-    kind = np.uint32 if bits == 32 else np.uint16
-    kv = torch.from_numpy(np.array(raw, kind).view(np.int32 if bits == 32 else np.int16).copy())
-    kv = kv.view(dtype).reshape(shape).clone()
-    kv[~(kv.float().abs() <= reference.MAX_ABS)] = 0
+    shapes = [(2, 1, 40, 1, 3), (1, 2, 9, 2, 2), (2, 1, 1, 1, 4)]
+    kv = hostile_kv(data, shapes, dtype)
     assert_matches_reference(kv, CodecSpec(profile, *split), threads=1)
 
 

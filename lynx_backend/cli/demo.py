@@ -256,8 +256,8 @@ def _prepare(
     loaded, tokenizer = load_model(model)
     progress.update(task, total=1, completed=1)
     prompt = prompt_tokens(tokenizer, read_text(text), tokens)
-    other = tokenizer(_CALIBRATION_TEXT.read_text(encoding="utf-8"))["input_ids"]
-    return loaded, prompt, other[:_CALIBRATION_TOKENS]
+    other = prompt_tokens(tokenizer, read_text(_CALIBRATION_TEXT), _CALIBRATION_TOKENS)
+    return loaded, prompt, other
 
 
 def _calibrate(

@@ -37,21 +37,18 @@ class CacheMemory:
 
     def rows(self, tokens: Ints) -> Words:
         """A copy of some tokens' elements, [token, layer, kv, channel]."""
-        at = self.layout
-        shape = (at.kv, at.layers, at.tokens, at.channels)
-        step = self.words.itemsize
-        strides = (*(int(s) * step for s in self.strides), step)
-        view = np.lib.stride_tricks.as_strided(self.words, shape, strides)
-        return np.ascontiguousarray(view[:, :, tokens].transpose(2, 1, 0, 3))
+        return np.ascontiguousarray(self._elements()[:, :, tokens].transpose(2, 1, 0, 3))
 
     def put_rows(self, tokens: Ints, rows: Words) -> None:
         """The inverse of :meth:`rows`."""
-        at = self.layout
-        for index, token in enumerate(tokens):
-            for kv in range(at.kv):
-                for layer in range(at.layers):
-                    start = int(self.strides @ np.array([kv, layer, token]))
-                    self.words[start : start + at.channels] = rows[index, layer, kv]
+        self._elements()[:, :, tokens] = rows.transpose(2, 1, 0, 3)
+
+    def _elements(self) -> Words:
+        """The same memory as [kv, layer, token, channel]."""
+        at, step = self.layout, self.words.itemsize
+        shape = (at.kv, at.layers, at.tokens, at.channels)
+        strides = (*(int(s) * step for s in self.strides), step)
+        return np.lib.stride_tricks.as_strided(self.words, shape, strides)
 
 
 class Spread(Protocol):

@@ -21,8 +21,8 @@ _DEFAULTS: dict[str, dict[str, float | int]] = {
     "adaptive": {"alpha": 0.35, "exact_tokens": 0},
 }
 #: A token is a sink when, in at least SINK_SHARE of the sampled key channels, it is smaller than
-#: the page's mean magnitude over SINK_RATIO. Measured: 0.34 to 0.36 for token 0 of SmolLM2 and
-#: Gemma-3, at most 0.12 and 0.26 for any other token.
+#: the page's mean magnitude over SINK_RATIO. Measured: 0.33 to 0.38 for token 0 of SmolLM2 and
+#: Gemma-3, at most 0.14 and 0.27 for any other token.
 SINK_RATIO = 16
 SINK_SHARE = (5, 16)
 _WIRE = struct.Struct("<BBBxHHHxxd8s4x")
