@@ -120,7 +120,7 @@ class CodecConfig(_Section):
         calibration: path of the model's calibration file, made by ``lynx calibrate``.
     """
 
-    profile: str = "linear"
+    profile: str = "adaptive"
     anchor_bits: int | None = None
     residual_bits: int | None = None
     chunk: int | None = None

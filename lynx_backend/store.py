@@ -309,4 +309,10 @@ def codec_from_config(config: CodecConfig) -> Codec:
         calibration = None if path is None else Calibration.load(path)
     except OSError as e:
         raise ConfigError(f"cannot read the calibration {path}: {e}") from e
-    return Codec(CodecSpec(**given), calibration=calibration)
+    codec = Codec(CodecSpec(**given), calibration=calibration)
+    if codec.spec.profile == "adaptive" and calibration is None:
+        logger.warning(
+            "codec.calibration is not set: anchors have about twice the error they could have at "
+            "the same size. Run `lynx calibrate` once for this model and name its file there"
+        )
+    return codec

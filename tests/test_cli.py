@@ -124,7 +124,7 @@ def test_inspect_lists_and_shows(folder: Path, lynx):
     assert str(KEY) in listed.stdout
     shown = lynx("inspect", str(KEY)[:10], **environ)
     assert shown.returncode == 0
-    for text in ("(2, 1, 40, 1, 8) bfloat16", "profile='linear'", "whole", str(KEY)):
+    for text in ("(2, 1, 40, 1, 8) bfloat16", "profile='adaptive'", "whole", str(KEY)):
         assert text in shown.stdout
     assert shown.stdout.count("whole") == 2
     assert lynx("inspect", "ffff", **environ).returncode == 1

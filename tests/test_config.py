@@ -24,7 +24,7 @@ def load(file=None, inline=None, **environ):
 def test_defaults():
     config = load()
     assert config == LynxConfig()
-    assert config.codec.profile == "linear"
+    assert config.codec.profile == "adaptive"
     assert config.codec.anchor_bits is None
     assert config.memory == MemoryConfig(enabled=True, max_bytes=4 << 30)
     assert config.nvme == NvmeConfig(path=None, max_bytes=64 << 30, min_free_bytes=1 << 30)
