@@ -1,8 +1,9 @@
 """The ``adaptive`` profile on the CPU: the arithmetic of ``adaptive_reference``, compiled by numba.
 
 Codes are packed with channels of equal width side by side, so that packing runs over many channels
-at once. To turn a token's channels into that order and back is a gather; four tokens share one, as
-the bytes of a word. Kernels release the GIL and work on a range of layers.
+at once: eight tokens and LANES channels at a time. To turn a token's channels into that order and
+back is a gather; four tokens share one, as the bytes of a word. Kernels release the GIL and work on
+a range of layers.
 """
 
 from __future__ import annotations
@@ -12,15 +13,25 @@ from typing import Any
 import numpy as np
 
 from ._scalars import (
+    LANES,
+    add_upper_half,
     bf16_to_float,
     bits_to_float,
+    copy_bytes,
+    copy_lanes,
     float_to_bf16,
     float_to_bits,
-    float_to_u8,
     fp16_to_float,
+    get_lanes,
     join_bytes,
+    larger,
+    lower_byte,
+    magnitude,
+    put_lanes,
+    sum_eight,
     take_byte,
     u8_to_float,
+    upper_byte,
 )
 from .adaptive_reference import (
     INVERSE_QUARTERS,
@@ -36,6 +47,7 @@ from .cpu import FP16, _fp16_down, _get_codes, _inline, _jit, _load, _put_codes,
 
 _MAX = np.float32(65504.0)
 _INF = np.float32(np.inf)
+_LARGEST = np.int32(_MAX.view(np.int32))
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _LOW_QUARTER = int(QUARTERS[1].view(np.uint32)) & 0x7FFFFF
 _HIGH_QUARTER = int(QUARTERS[3].view(np.uint32)) & 0x7FFFFF
@@ -69,19 +81,17 @@ def _put_u16(section: Any, at: int, value: Any) -> None:
 
 @_jit
 def _sum_of_squares(x: Any, work: Any) -> Any:
-    """By halves; work: float32 [2^k], half of the next power of two of x.size, at least 1."""
-    half = work.size
-    upper = x[half:]
-    for c in range(upper.size):
-        work[c] = x[c] * x[c] + upper[c] * upper[c]
-    for c in range(upper.size, min(half, x.size)):
+    """By halves; work: float32, zeros behind x.size, the next power of two of it and at least 8.
+
+    More halves than needed add zeros, which changes nothing.
+    """
+    for c in range(x.size):
         work[c] = x[c] * x[c]
-    while half > 1:
+    half = work.size
+    while half > 8:
         half //= 2
-        upper = work[half : 2 * half]
-        for c in range(half):
-            work[c] = work[c] + upper[c]
-    return work[0]
+        add_upper_half(work, half)
+    return sum_eight(work)
 
 
 @_jit
@@ -127,35 +137,114 @@ def _set_widths(ranges: Any, priority: Any, total: int, level: Any, width: Any) 
 
 
 @_jit
-def _sort_by_width(width: Any, order: Any, place: Any, ends: Any) -> None:
-    """Channels by falling width; place: the inverse; ends[i]: end of the group of width 8 - i."""
+def _sort_by_width(width: Any, order: Any, place: Any, sizes: Any) -> int:
+    """Channels by falling width, each width padded to whole lanes.
+
+    Args:
+        order: channel at each place, place: of each channel, sizes: channels of width 8, 7 … 1.
+
+    Returns:
+        number of places.
+    """
     at = 0
     for i in range(MAX_WIDTH):
+        start = at
         for c in range(width.size):
             if width[c] == MAX_WIDTH - i:
                 order[at] = c
                 place[c] = at
                 at += 1
-        ends[i] = at
+        sizes[i] = at - start
+        while at % LANES:
+            order[at] = 0
+            at += 1
+    return at
+
+
+@_jit
+def _pack(codes: Any, sizes: Any, block: int, blocks: int, rows: Any, planes: Any) -> None:
+    """Write eight tokens' codes, sorted by width, into the planes of all widths.
+
+    Args:
+        codes: uint8 [8, places]; block: which eight tokens of ``blocks``, to be given in order;
+            rows: scratch, uint8 [MAX_WIDTH, places].
+    """
+    places = codes.shape[1]
+    place, start = 0, 0
+    for i in range(MAX_WIDTH):
+        bits, n = MAX_WIDTH - i, sizes[i]
+        end = start + blocks * bits * n
+        for first in range(place, place + n, LANES):
+            for t in range(8):
+                j, shift = (t * bits) >> 3, (t * bits) & 7
+                source, target = t * places + first, j * places + first
+                put_lanes(codes, source, rows, target, shift, shift == 0)
+                if shift + bits > 8:
+                    put_lanes(codes, source, rows, target + places, shift - 8, True)
+        for j in range(bits):
+            row, at = j * places + place, start + (block * bits + j) * n
+            for first in range(0, n, LANES):
+                # What whole lanes write too far is written again later, inside this width's planes.
+                if at + first + LANES <= end:
+                    copy_lanes(planes, at + first, rows, row + first)
+                else:
+                    copy_bytes(planes, at + first, rows, row + first, n - first)
+        place += (n + LANES - 1) // LANES * LANES
+        start = end
+
+
+@_jit
+def _unpack(planes: Any, sizes: Any, block: int, blocks: int, rows: Any, codes: Any) -> None:
+    """The inverse of :func:`_pack`; rows: scratch, uint8 [MAX_WIDTH + 1, LANES]."""
+    places = codes.shape[1]
+    place, start = 0, 0
+    for i in range(MAX_WIDTH):
+        bits, n = MAX_WIDTH - i, sizes[i]
+        for first in range(0, n, LANES):
+            at = start + block * bits * n + first
+            for j in range(bits):
+                if at + LANES <= planes.size:
+                    copy_lanes(rows, j * LANES, planes, at)
+                else:
+                    copy_bytes(rows, j * LANES, planes, at, n - first)
+                at += n
+            for t in range(8):
+                j, shift = (t * bits) >> 3, (t * bits) & 7
+                get_lanes(rows, j * LANES, codes, t * places + place, shift, (1 << bits) - 1)
+            place += LANES
+        start += blocks * bits * n
 
 
 @_inline
-def _rotate(row: Any, heads: int, d: int, cos: Any, sin: Any, back: bool, out: Any) -> None:
-    """Turn the pairs of every head, or back; row and out may be the same."""
+def _rotate(row: Any, heads: int, d: int, cos: Any, sin: Any, out: Any) -> None:
+    """Turn the pairs of every head into ``out``, which is other memory than ``row``."""
     pairs = cos.size
     for h in range(heads):
         a, b = row[h * d : h * d + pairs], row[h * d + pairs : h * d + 2 * pairs]
         x, y = out[h * d : h * d + pairs], out[h * d + pairs : h * d + 2 * pairs]
-        if back:
-            for c in range(pairs):
-                first = a[c] * cos[c] + b[c] * sin[c]
-                y[c] = b[c] * cos[c] - a[c] * sin[c]
-                x[c] = first
-        else:
-            for c in range(pairs):
-                first = a[c] * cos[c] - b[c] * sin[c]
-                y[c] = b[c] * cos[c] + a[c] * sin[c]
-                x[c] = first
+        for c in range(pairs):
+            x[c] = a[c] * cos[c] - b[c] * sin[c]
+        for c in range(pairs):
+            y[c] = b[c] * cos[c] + a[c] * sin[c]
+        a, x = row[h * d + 2 * pairs : (h + 1) * d], out[h * d + 2 * pairs : (h + 1) * d]
+        for c in range(a.size):
+            x[c] = a[c]
+
+
+@_inline
+def _rotate_back(row: Any, heads: int, d: int, cos: Any, sin: Any, out: Any) -> None:
+    """The inverse turn of :func:`_rotate`."""
+    pairs = cos.size
+    for h in range(heads):
+        a, b = row[h * d : h * d + pairs], row[h * d + pairs : h * d + 2 * pairs]
+        x, y = out[h * d : h * d + pairs], out[h * d + pairs : h * d + 2 * pairs]
+        for c in range(pairs):
+            x[c] = a[c] * cos[c] + b[c] * sin[c]
+        for c in range(pairs):
+            y[c] = b[c] * cos[c] - a[c] * sin[c]
+        a, x = row[h * d + 2 * pairs : (h + 1) * d], out[h * d + 2 * pairs : (h + 1) * d]
+        for c in range(a.size):
+            x[c] = a[c]
 
 
 @_jit
@@ -183,28 +272,28 @@ def encode_layers(
     pages = (tokens + page_tokens - 1) // page_tokens
     row = np.empty(channels, np.float32)
     y = np.empty((page_tokens, channels), np.float32)
-    taint, peak = np.zeros(channels, np.float32), np.empty(channels, np.float32)
+    peak = np.empty(channels, np.int32)
     bottom, top = np.empty(channels, np.float32), np.empty(channels, np.float32)
     ranges, width = np.empty(channels, np.uint16), np.empty(channels, np.int64)
-    order, place = np.empty(channels, np.uint32), np.empty(channels, np.uint32)
-    ends, level = np.empty(MAX_WIDTH, np.int64), np.empty(d, np.int64)
+    places = (channels + MAX_WIDTH * LANES) // LANES * LANES
+    order, place = np.empty(places, np.uint32), np.empty(channels, np.uint32)
+    sizes, level = np.empty(MAX_WIDTH, np.int64), np.empty(d, np.int64)
     low, factor = np.empty(channels, np.float32), np.empty(channels, np.float32)
     scale, levels = np.empty(channels, np.float32), np.empty(channels, np.float32)
     v = np.empty(channels, np.float32)
-    codes, sorted_codes = np.empty((4, channels), np.uint8), np.empty((4, channels), np.uint8)
-    word, moved = np.empty(channels, np.uint32), np.empty(channels, np.uint32)
+    codes, sorted_codes = np.empty((4, channels), np.uint8), np.empty((8, places), np.uint8)
+    word, moved = np.empty(channels, np.uint32), np.empty(places, np.uint32)
+    rows = np.empty((MAX_WIDTH, places), np.uint8)
     extra = np.empty(channels, np.uint8)
     squares = np.empty((page_tokens, heads), np.float32)
     steps = np.empty((page_tokens, heads), np.int64)
     star, exponent = np.empty(heads, np.int64), np.empty(heads, np.int64)
     row_code = np.empty(channels, np.int64)
-    half = 1
-    while 2 * half < d:
-        half *= 2
-    work = np.empty(half, np.float32)
-    flat = np.zeros(d, np.int8)
-    step = np.float32(1 << residual_bits)
-    per_step = _power_of_two(-residual_bits)
+    power = 8
+    while power < d:
+        power *= 2
+    flat, work = np.zeros(d, np.int8), np.zeros(power, np.float32)
+    rest = np.uint8((1 << residual_bits) - 1)
     for layer in range(first, last):
         for page in range(pages):
             start = page * page_tokens
@@ -244,16 +333,16 @@ def encode_layers(
                 # B. and the bounds of every channel
                 bottom[:] = _INF
                 top[:] = -_INF
-                peak[:] = _ZERO
+                peak[:] = 0
                 for t in range(length):
                     at = kv * strides[0] + layer * strides[1] + (start + t) * strides[2]
                     out = y[t]
-                    _load(words[at : at + channels], dtype, out)
+                    loaded = out if token_scale else row
+                    _load(words[at : at + channels], dtype, loaded)
                     for c in range(channels):
-                        taint[c] += out[c] * _ZERO  # stays 0 until a NaN or an infinity comes
-                        peak[c] = max(peak[c], abs(out[c]))
+                        peak[c] = larger(peak[c], magnitude(loaded[c]))
                     if not token_scale:
-                        _rotate(out, heads, d, cos[angles, t], sin[angles, t], True, out)
+                        _rotate_back(row, heads, d, cos[angles, t], sin[angles, t], out)
                     for h in range(heads):
                         part = out[h * d : (h + 1) * d]
                         if token_scale:
@@ -268,7 +357,7 @@ def encode_layers(
                                 hi[c] = max(hi[c], part[c])
                 bad = 0
                 for c in range(channels):
-                    bad += 0 if taint[c] == _ZERO and peak[c] <= _MAX else 1
+                    bad += 0 if peak[c] <= _LARGEST else 1
                 if bad:
                     return bad
                 for h in range(heads):
@@ -306,7 +395,7 @@ def encode_layers(
                 for c in range(channels):
                     section[4 * channels + (c >> 1)] |= np.uint8((width[c] - 1) << (4 * (c & 1)))
                     levels[c] = _power_of_two(width[c] + residual_bits)
-                _sort_by_width(width, order, place, ends)
+                used = _sort_by_width(width, order, place, sizes)
                 # the row itself
                 head_at = 4 * channels + (channels + 1) // 2
                 for h in range(heads):
@@ -340,9 +429,9 @@ def encode_layers(
                             section[scales_at + (n >> 1)] |= np.uint8(steps[t, h] << (4 * (n & 1)))
                 # codes
                 at = (layer * kvs + kv) * starts[5, kv] + page * starts[4, kv]
-                used = channels * ((length * residual_bits + 7) // 8)
-                plane = residual[at : at + (used + 7) // 8 * 8]
-                plane[used:] = 0
+                filled = channels * ((length * residual_bits + 7) // 8)
+                plane = residual[at : at + (filled + 7) // 8 * 8]
+                plane[filled:] = 0
                 for t in range(padded):
                     code = codes[t & 3]
                     if t >= length:
@@ -350,27 +439,22 @@ def encode_layers(
                     else:
                         _quantize(y[t], scale, low, factor, levels, curve, v)
                         for c in range(channels):
-                            a = np.floor(v[c] * per_step)
-                            code[c] = float_to_u8(a)
-                            extra[c] = float_to_u8(v[c] - a * step)
+                            code[c] = upper_byte(v[c], residual_bits)
+                        for c in range(channels):
+                            extra[c] = lower_byte(v[c]) & rest
                         for h in range(heads):
                             if t == star[h]:
                                 for c in range(h * d, (h + 1) * d):
                                     code[c] = 0
-                                    extra[c] = row_code[c] & ((1 << residual_bits) - 1)
+                                    extra[c] = row_code[c] & rest
                         if residual_bits:
                             _put_codes(plane, channels, t, residual_bits, extra, 0)
                     if t & 3 == 3:
-                        _reorder(codes, order, word, moved, sorted_codes)
-                        for i in range(4):
-                            begin, at = 0, planes_at
-                            for j in range(MAX_WIDTH):
-                                n, bits_ = ends[j] - begin, MAX_WIDTH - j
-                                if n:
-                                    part_codes = sorted_codes[i, begin : ends[j]]
-                                    _put_codes(section[at:], n, t - 3 + i, bits_, part_codes, 0)
-                                    at += padded // 8 * bits_ * n
-                                    begin = ends[j]
+                        four = sorted_codes[t & 4 : (t & 4) + 4]
+                        _reorder(codes, order[:used], word, moved[:used], four)
+                    if t & 7 == 7:
+                        planes = section[planes_at:]
+                        _pack(sorted_codes, sizes, t >> 3, padded >> 3, rows, planes)
     return 0
 
 
@@ -480,10 +564,13 @@ def decode_layers(
     row = np.empty(channels, np.float32)
     low, span = np.empty(channels, np.float32), np.empty(channels, np.float32)
     fraction, width = np.empty(channels, np.float32), np.empty(channels, np.int64)
-    order, place = np.empty(channels, np.uint32), np.empty(channels, np.uint32)
-    ends = np.empty(MAX_WIDTH, np.int64)
-    codes, sorted_codes = np.empty((4, channels), np.uint8), np.empty((4, channels), np.uint8)
-    word, moved = np.empty(channels, np.uint32), np.empty(channels, np.uint32)
+    places = (channels + MAX_WIDTH * LANES) // LANES * LANES
+    order, place = np.empty(places, np.uint32), np.empty(channels, np.uint32)
+    sizes = np.empty(MAX_WIDTH, np.int64)
+    codes, sorted_codes = np.empty((4, channels), np.uint8), np.empty((8, places), np.uint8)
+    word, moved = np.empty(places, np.uint32), np.empty(channels, np.uint32)
+    rows = np.empty((MAX_WIDTH + 1, LANES), np.uint8)
+    turned = np.empty(channels, np.float32)
     extra = np.zeros(channels, np.uint8)
     beta, c3 = curve[0], curve[1]
     use = fine and residual_bits > 0
@@ -501,7 +588,7 @@ def decode_layers(
                 section = anchor[at:]
                 for c in range(channels):
                     width[c] = 1 + ((section[4 * channels + (c >> 1)] >> (4 * (c & 1))) & 7)
-                _sort_by_width(width, order, place, ends)
+                used = _sort_by_width(width, order, place, sizes)
                 for c in range(channels):
                     low[c] = _read_fp16(section, c)
                     span[c] = _read_fp16(section, channels + c)
@@ -512,17 +599,12 @@ def decode_layers(
                 at = (layer * kvs + kv) * starts[5, kv] + page * starts[4, kv]
                 plane = residual[at:]
                 for t in range(length):
+                    if t & 7 == 0:
+                        planes = section[planes_at:]
+                        _unpack(planes, sizes, t >> 3, padded >> 3, rows, sorted_codes)
                     if t & 3 == 0:
-                        for i in range(4):
-                            begin, at = 0, planes_at
-                            for j in range(MAX_WIDTH):
-                                n, bits_ = ends[j] - begin, MAX_WIDTH - j
-                                if n:
-                                    part_codes = sorted_codes[i, begin : ends[j]]
-                                    _get_codes(section[at:], n, t + i, bits_, part_codes)
-                                    at += padded // 8 * bits_ * n
-                                    begin = ends[j]
-                        _reorder(sorted_codes, place, word, moved, codes)
+                        four = sorted_codes[t & 4 : (t & 4) + 4]
+                        _reorder(four, place, word[:used], moved, codes)
                     if use:
                         _get_codes(plane, channels, t, residual_bits, extra)
                     for h in range(heads):
@@ -537,8 +619,10 @@ def decode_layers(
                             codes[t & 3, part], extra[part], step, fraction[part], low[part],
                             span[part], by, beta, c3, row[part],
                         )  # fmt: skip
+                    out = row
                     if not token_scale:
-                        _rotate(row, heads, d, cos[angles, t], sin[angles, t], False, row)
+                        _rotate(row, heads, d, cos[angles, t], sin[angles, t], turned)
+                        out = turned
                     for h in range(heads):
                         if section[head_at + h] == t:
                             row_low = _read_bf16(section, head_at + 2 * heads, h)
@@ -548,9 +632,9 @@ def decode_layers(
                                 q = u8_to_float(section[head_at + 6 * heads + c]) * step
                                 if use:
                                     q = q + u8_to_float(extra[c])
-                                row[c] = row_low + (q + _HALF) * by * width_
+                                out[c] = row_low + (q + _HALF) * by * width_
                     if dtype == FP16:
                         for c in range(channels):
-                            row[c] = _clip(row[c], -_MAX, _MAX)
+                            out[c] = _clip(out[c], -_MAX, _MAX)
                     at = kv * strides[0] + layer * strides[1] + (start + t) * strides[2]
-                    _store(row, dtype, words[at : at + channels])
+                    _store(out, dtype, words[at : at + channels])
