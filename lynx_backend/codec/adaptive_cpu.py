@@ -1,9 +1,6 @@
 """The ``adaptive`` profile on the CPU: the arithmetic of ``adaptive_reference``, compiled by numba.
 
-Codes are packed with channels of equal width side by side, so that packing runs over many channels
-at once: eight tokens and LANES channels at a time. To turn a token's channels into that order and
-back is a gather; four tokens share one, as the bytes of a word. Kernels release the GIL and work on
-a range of layers.
+Kernels release the GIL and work on a range of layers.
 """
 
 from __future__ import annotations
@@ -12,24 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from ._lanes import LANES, add_upper_half, sum_eight
 from ._scalars import (
-    LANES,
-    add_upper_half,
     bf16_to_float,
     bits_to_float,
-    copy_bytes,
-    copy_lanes,
     float_to_bf16,
     float_to_bits,
     fp16_to_float,
-    get_lanes,
-    join_bytes,
     larger,
     lower_byte,
     magnitude,
-    put_lanes,
-    sum_eight,
-    take_byte,
     u8_to_float,
     upper_byte,
 )
@@ -44,6 +33,7 @@ from .adaptive_reference import (
     SCALE_STEPS,
 )
 from .cpu import FP16, _fp16_down, _get_codes, _inline, _jit, _load, _put_codes, _read_fp16, _store
+from .width_planes import pack, reorder, sort_by_width, unpack
 
 _MAX = np.float32(65504.0)
 _INF = np.float32(np.inf)
@@ -134,85 +124,6 @@ def _set_widths(ranges: Any, priority: Any, total: int, level: Any, width: Any) 
             width[c] -= 1
             excess -= 1
         c -= 1
-
-
-@_jit
-def _sort_by_width(width: Any, order: Any, place: Any, sizes: Any) -> int:
-    """Channels by falling width, each width padded to whole lanes.
-
-    Args:
-        order: channel at each place, place: of each channel, sizes: channels of width 8, 7 … 1.
-
-    Returns:
-        number of places.
-    """
-    at = 0
-    for i in range(MAX_WIDTH):
-        start = at
-        for c in range(width.size):
-            if width[c] == MAX_WIDTH - i:
-                order[at] = c
-                place[c] = at
-                at += 1
-        sizes[i] = at - start
-        while at % LANES:
-            order[at] = 0
-            at += 1
-    return at
-
-
-@_jit
-def _pack(codes: Any, sizes: Any, block: int, blocks: int, rows: Any, planes: Any) -> None:
-    """Write eight tokens' codes, sorted by width, into the planes of all widths.
-
-    Args:
-        codes: uint8 [8, places]; block: which eight tokens of ``blocks``, to be given in order;
-            rows: scratch, uint8 [MAX_WIDTH, places].
-    """
-    places = codes.shape[1]
-    place, start = 0, 0
-    for i in range(MAX_WIDTH):
-        bits, n = MAX_WIDTH - i, sizes[i]
-        end = start + blocks * bits * n
-        for first in range(place, place + n, LANES):
-            for t in range(8):
-                j, shift = (t * bits) >> 3, (t * bits) & 7
-                source, target = t * places + first, j * places + first
-                put_lanes(codes, source, rows, target, shift, shift == 0)
-                if shift + bits > 8:
-                    put_lanes(codes, source, rows, target + places, shift - 8, True)
-        for j in range(bits):
-            row, at = j * places + place, start + (block * bits + j) * n
-            for first in range(0, n, LANES):
-                # What whole lanes write too far is written again later, inside this width's planes.
-                if at + first + LANES <= end:
-                    copy_lanes(planes, at + first, rows, row + first)
-                else:
-                    copy_bytes(planes, at + first, rows, row + first, n - first)
-        place += (n + LANES - 1) // LANES * LANES
-        start = end
-
-
-@_jit
-def _unpack(planes: Any, sizes: Any, block: int, blocks: int, rows: Any, codes: Any) -> None:
-    """The inverse of :func:`_pack`; rows: scratch, uint8 [MAX_WIDTH + 1, LANES]."""
-    places = codes.shape[1]
-    place, start = 0, 0
-    for i in range(MAX_WIDTH):
-        bits, n = MAX_WIDTH - i, sizes[i]
-        for first in range(0, n, LANES):
-            at = start + block * bits * n + first
-            for j in range(bits):
-                if at + LANES <= planes.size:
-                    copy_lanes(rows, j * LANES, planes, at)
-                else:
-                    copy_bytes(rows, j * LANES, planes, at, n - first)
-                at += n
-            for t in range(8):
-                j, shift = (t * bits) >> 3, (t * bits) & 7
-                get_lanes(rows, j * LANES, codes, t * places + place, shift, (1 << bits) - 1)
-            place += LANES
-        start += blocks * bits * n
 
 
 @_inline
@@ -395,7 +306,7 @@ def encode_layers(
                 for c in range(channels):
                     section[4 * channels + (c >> 1)] |= np.uint8((width[c] - 1) << (4 * (c & 1)))
                     levels[c] = _power_of_two(width[c] + residual_bits)
-                used = _sort_by_width(width, order, place, sizes)
+                used = sort_by_width(width, order, place, sizes)
                 # the row itself
                 head_at = 4 * channels + (channels + 1) // 2
                 for h in range(heads):
@@ -451,10 +362,10 @@ def encode_layers(
                             _put_codes(plane, channels, t, residual_bits, extra, 0)
                     if t & 3 == 3:
                         four = sorted_codes[t & 4 : (t & 4) + 4]
-                        _reorder(codes, order[:used], word, moved[:used], four)
+                        reorder(codes, order[:used], word, moved[:used], four)
                     if t & 7 == 7:
                         planes = section[planes_at:]
-                        _pack(sorted_codes, sizes, t >> 3, padded >> 3, rows, planes)
+                        pack(sorted_codes, sizes, t >> 3, padded >> 3, rows, planes)
     return 0
 
 
@@ -473,20 +384,6 @@ def _quantize(y: Any, scale: Any, low: Any, factor: Any, levels: Any, curve: Any
         for c in range(out.size):
             u = _clip((y[c] * scale[c] - low[c]) * factor[c], _ZERO, _ONE)
             out[c] = _clip(np.floor(u * levels[c]), _ZERO, levels[c] - _ONE)
-
-
-@_inline
-def _reorder(codes: Any, order: Any, word: Any, moved: Any, out: Any) -> None:
-    """Four tokens' codes [4, channels] into another order of channels, by one gather."""
-    first, second, third, fourth = codes[0], codes[1], codes[2], codes[3]
-    for c in range(word.size):
-        word[c] = join_bytes(first[c], second[c], third[c], fourth[c])
-    for i in range(order.size):
-        moved[i] = word[order[i]]
-    for k in range(4):
-        row = out[k]
-        for i in range(moved.size):
-            row[i] = take_byte(moved[i], 8 * k)
 
 
 @_jit
@@ -588,7 +485,7 @@ def decode_layers(
                 section = anchor[at:]
                 for c in range(channels):
                     width[c] = 1 + ((section[4 * channels + (c >> 1)] >> (4 * (c & 1))) & 7)
-                used = _sort_by_width(width, order, place, sizes)
+                used = sort_by_width(width, order, place, sizes)
                 for c in range(channels):
                     low[c] = _read_fp16(section, c)
                     span[c] = _read_fp16(section, channels + c)
@@ -601,10 +498,10 @@ def decode_layers(
                 for t in range(length):
                     if t & 7 == 0:
                         planes = section[planes_at:]
-                        _unpack(planes, sizes, t >> 3, padded >> 3, rows, sorted_codes)
+                        unpack(planes, sizes, t >> 3, padded >> 3, rows, sorted_codes)
                     if t & 3 == 0:
                         four = sorted_codes[t & 4 : (t & 4) + 4]
-                        _reorder(four, place, word[:used], moved, codes)
+                        reorder(four, place, word[:used], moved, codes)
                     if use:
                         _get_codes(plane, channels, t, residual_bits, extra)
                     for h in range(heads):
