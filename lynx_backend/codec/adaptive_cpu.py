@@ -1,7 +1,7 @@
 """Decoding of the ``adaptive`` profile on the CPU, as ``adaptive_reference`` defines it.
 
-Compiled by numba, like encoding in ``adaptive_cpu_encode``. Kernels release the GIL and work on a range
-of layers.
+Compiled by numba, like encoding in ``adaptive_cpu_encode``. Kernels release the GIL and work on
+a range of layers.
 """
 
 from __future__ import annotations
