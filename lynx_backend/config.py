@@ -76,8 +76,24 @@ def _convert(kind: str, value: Any) -> object:
     raise ConfigError(f"expected {wanted[kind]}, got {value!r} ({type(value).__name__})")
 
 
+def redacted(url: str) -> str:
+    """A URL without the password that it may hold."""
+    head, at, tail = url.rpartition("@")
+    scheme, slashes, user = head.partition("://")
+    name, colon, _ = user.partition(":")
+    return f"{scheme}{slashes}{name}{colon}{'***' if colon else ''}{at}{tail}"
+
+
 def _size(default: int, least: int) -> Any:
     return field(default=default, metadata={"least_bytes": least})
+
+
+def _number(default: float | None, above: float) -> Any:
+    return field(default=default, metadata={"above": above})
+
+
+def _secret() -> Any:
+    return field(default=None, repr=False, metadata={"secret": True})
 
 
 class _Section:
@@ -98,8 +114,14 @@ def _fields(section: type) -> tuple[Field[Any], ...]:
 
 def _checked(f: Field[Any], value: Any) -> object:
     least = f.metadata.get("least_bytes")
+    if f.metadata.get("secret") and value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError("expected a text (it is not shown, being a secret)")
     if least is None:
-        return _convert(str(f.type), value)
+        converted = _convert(str(f.type), value)
+        above = f.metadata.get("above")
+        if isinstance(converted, (int, float)) and above is not None and converted <= above:
+            raise ConfigError(f"must be more than {above:g}, got {converted:g}")
+        return converted
     size = parse_size(value)
     if size < least:
         raise ConfigError(f"must be at least {least} bytes, got {size}")
@@ -159,17 +181,63 @@ class NvmeConfig(_Section):
 
 
 @dataclass(frozen=True)
+class RedisConfig(_Section):
+    """A Redis or Valkey server, and how its tier uses it.
+
+    Attributes:
+        url: where it is; without one there is no such tier. Forms are listed in
+            ``redis_client``.
+        username, password: of the ACL user, or the password alone; the password comes from
+            ``LYNX_REDIS_PASSWORD``, a file, or the URL, and is never shown.
+        password_file: a file that holds the password, its last newline not being part of it.
+        sentinel_username, sentinel_password, sentinel_password_file: the same for the Sentinels.
+        tls_ca_file: certificates of who may sign the server's; default: the system's.
+        tls_cert_file, tls_key_file: what this client shows to a server that asks for it.
+        tls_check_hostname: whether the server's certificate must name the host of the URL.
+        key_prefix: what every key begins with, before a colon.
+        connections: most connections this process opens (to each node of a cluster).
+        timeout_seconds: how long an answer, or a part of one, may be waited for.
+        connect_timeout_seconds: how long a connection may take.
+        retries: how often a failed call is tried again, after an exponential backoff with jitter.
+        max_object_bytes: largest value that is read into memory.
+        ttl_seconds: the server forgets an object so long after its last use; by default never.
+        renew_on_read: whether reading an object counts as a use for this.
+    """
+
+    url: str | None = field(default=None, repr=False, metadata={"url": True})
+    username: str | None = None
+    password: str | None = _secret()
+    password_file: str | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = _secret()
+    sentinel_password_file: str | None = None
+    tls_ca_file: str | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    tls_check_hostname: bool = True
+    key_prefix: str = "lynx"
+    connections: int = _number(4, above=0)
+    timeout_seconds: float = _number(2.0, above=0)
+    connect_timeout_seconds: float = _number(1.0, above=0)
+    retries: int = _number(2, above=-1)
+    max_object_bytes: int = _size(256 << 20, least=1)
+    ttl_seconds: float | None = _number(None, above=0)
+    renew_on_read: bool = True
+
+
+@dataclass(frozen=True)
 class LynxConfig:
     """All settings.
 
     Attributes:
-        codec, memory, nvme: the sections.
+        codec, memory, nvme, redis: the sections.
         origins: by key (``"nvme.path"``), where a value was found; filled in by :meth:`load`.
     """
 
     codec: CodecConfig = field(default_factory=CodecConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
+    redis: RedisConfig = field(default_factory=RedisConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -209,16 +277,25 @@ class LynxConfig:
         return cls(**sections, origins={key: origin for key, (_, origin) in found.items()})
 
     def describe(self) -> list[tuple[str, object, str]]:
-        """Every setting as (key, value, where it came from), in order."""
+        """Every setting as (key, value, where it came from), in order; secrets as ``***``."""
         lines = []
         for key, f in _KNOWN.items():
             value = getattr(getattr(self, key.split(".")[0]), f.name)
             made = "default" if value == f.default else "inline"
+            if value is not None and f.metadata.get("secret"):
+                value = "***"
+            if value is not None and f.metadata.get("url"):
+                value = redacted(value)
             lines.append((key, value, self.origins.get(key, made)))
         return lines
 
 
-_SECTIONS: dict[str, Any] = {"codec": CodecConfig, "memory": MemoryConfig, "nvme": NvmeConfig}
+_SECTIONS: dict[str, Any] = {
+    "codec": CodecConfig,
+    "memory": MemoryConfig,
+    "nvme": NvmeConfig,
+    "redis": RedisConfig,
+}
 _KNOWN: dict[str, Field[Any]] = {
     f"{section}.{f.name}": f for section, kind in _SECTIONS.items() for f in _fields(kind)
 }
@@ -288,4 +365,9 @@ def _from_mapping(given: Mapping[str, Any], origin: str) -> Iterator[tuple[str, 
             key = f"{section}.{name}"
             if key not in _KNOWN:
                 raise _unknown("setting", key, origin, list(_KNOWN))
+            if _KNOWN[key].metadata.get("secret") and origin != "inline":
+                raise ConfigError(
+                    f"{key} ({origin}) is a secret and not read from this file: set "
+                    f"{PREFIX}{key.replace('.', '_').upper()}, or name a file in {key}_file"
+                )
             yield key, (value, origin)

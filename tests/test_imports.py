@@ -18,10 +18,11 @@ ALLOWED: dict[str, set[str]] = {
     "keys": {"errors"},
     "logs": set(),
     "metrics": set(),
+    "redis_client": {"errors", "config"},
     "wire": {"errors", "keys", "layout"},
     "codec": {"errors", "keys", "layout", "wire"},
-    "tiers": {"errors", "config", "keys", "logs", "metrics"},
-    "transport": {"errors", "config", "keys", "logs", "metrics"},
+    "tiers": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
+    "transport": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
     "store": FOUNDATION | {"codec", "tiers"},
     "progressive": FOUNDATION | {"codec", "tiers", "transport", "store"},
 }
@@ -34,7 +35,7 @@ ALLOWED["cli"] = {*ALLOWED}
 
 #: Packages that only some installations have, and the one place each may be imported in.
 OPTIONAL = {
-    "redis": "tiers/redis.py",
+    "redis": "redis_client.py",
     "ucxx": "transport/ucx.py",
     "cupy": "codec/cuda.py",
     "prometheus_client": "metrics.py",
