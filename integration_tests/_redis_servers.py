@@ -16,6 +16,7 @@ import pytest
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 START_SECONDS = 20.0
+_NOTHING_SAVED = ("--save", "", "--dir", ".", "--repl-diskless-sync-delay", "0")
 
 needs_redis = pytest.mark.skipif(
     SERVER is None, reason="no redis-server on the path (apt-get install redis-server)"
@@ -88,7 +89,7 @@ class Server:
         port = [] if "--port" in given else ["--port", str(self.port)]
         bind = [] if "--bind" in given else ["--bind", self.host]
         self.process = subprocess.Popen(
-            [*inside, str(SERVER), *self.arguments, *port, *bind, "--save", "", "--dir", "."],
+            [*inside, str(SERVER), *self.arguments, *port, *bind, *_NOTHING_SAVED],
             cwd=self.folder,
             stdout=(self.folder / "log").open("ab"),
             stderr=subprocess.STDOUT,

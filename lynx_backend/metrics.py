@@ -51,7 +51,7 @@ def _register(
 OBJECTS = _register(
     Counter,
     "lynx_objects_total",
-    "Objects put, got or evicted, by what came of it",
+    "Objects put, got, promoted or evicted, by what came of it",
     ("part", "tier", "op", "result"),
 )
 BYTES = _register(
@@ -87,6 +87,13 @@ ANCHOR_ONLY_CHUNKS = _register(
     Gauge,
     "lynx_anchor_only_chunks",
     "Chunks whose anchor is held and whose residual is not",
+    ("tier",),
+    multiprocess_mode="liveall",
+)
+BREAKER_OPEN = _register(
+    Gauge,
+    "lynx_breaker_open",
+    "1 while reading from or writing to the tier is paused because it failed, else 0",
     ("tier",),
     multiprocess_mode="liveall",
 )

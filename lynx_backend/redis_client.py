@@ -25,8 +25,16 @@ from .errors import ConfigError, UnsupportedError
 
 try:
     import redis
+    from redis._parsers import Encoder
     from redis.backoff import ExponentialWithJitterBackoff
     from redis.cluster import ClusterNode, RedisCluster
+    from redis.connection import (
+        Connection,
+        ConnectionPool,
+        PythonRespSerializer,
+        SSLConnection,
+        UnixDomainSocketConnection,
+    )
     from redis.exceptions import (
         AuthenticationError,
         BusyLoadingError,
@@ -50,10 +58,9 @@ except ImportError as e:
 __all__ = [
     "FAILURES",
     "Client",
-    "ConnectionError",
     "OutOfMemoryError",
     "ReadOnlyError",
-    "ResponseError",
+    "RedisCluster",
     "connect",
     "explain",
 ]
@@ -67,6 +74,7 @@ _SCHEME = re.compile(r"(?:redis|valkey)(s?)(?:\+(sentinel|cluster))?|unix")
 _BACKOFF_BASE_SECONDS, _BACKOFF_CAP_SECONDS = 0.02, 0.5
 #: Large objects come in few reads, small answers in one; it is also the size of a buffer.
 _READ_BYTES = 1 << 20
+_COPIED_BYTES = 4096
 _FORMS = (
     "redis://host:6379/0, unix:///run/redis.sock, redis+sentinel://host:26379,host:26379/service, "
     "redis+cluster://host:6379,host:6379, or with rediss for TLS"
@@ -140,45 +148,52 @@ def connect(config: RedisConfig) -> Client:
         raise ConfigError(f"redis.url is not set; it is one of {_FORMS}")
     place = _Place.parse(config.url)
     options: dict[str, Any] = {
-        **_login(
-            config.username or place.username,
-            _secret("redis.password", config.password, config.password_file) or place.password,
-        ),
+        "username": config.username or place.username,
+        "password": _secret("redis.password", config.password, config.password_file)
+        or place.password,
         **(_tls(config) if place.tls else {}),
         **_timing(config),
+        "retry": _retry(config.retries),
+        "max_connections": config.connections,
         "protocol": 2,  # what every server speaks, and has no messages between the answers
     }
-    if place.kind == "unix":
-        return redis.Redis(unix_socket_path=place.path[0], **_one(config), **options)
-    if place.kind == "":
-        host, port = place.hosts[0]
-        return redis.Redis(host, port, db=place.db, **_one(config), **options)
+    if place.kind != "unix":
+        options["socket_keepalive"] = True
+    if place.kind == "cluster":
+        nodes = [ClusterNode(*host) for host in place.hosts]  # type: ignore[no-untyped-call]
+        return RedisCluster(startup_nodes=nodes, **_asking_for_tls(place), **options)
+    # Sends a large value from where it lies; redis-py's default copies it twice before.
+    encode = Encoder("utf-8", "strict", False).encode  # type: ignore[no-untyped-call]
+    options |= {"db": place.db, "command_packer": PythonRespSerializer(_COPIED_BYTES, encode)}
     if place.kind == "sentinel":
-        secret = _secret(
-            "redis.sentinel_password", config.sentinel_password, config.sentinel_password_file
-        )
-        sentinel_options = {
-            **_login(config.sentinel_username, secret),
+        return _primary_by_sentinel(config, place, options)
+    if place.kind == "unix":
+        options |= {"connection_class": UnixDomainSocketConnection, "path": place.path[0]}
+    else:
+        options |= {"connection_class": SSLConnection if place.tls else Connection}
+        options |= zip(("host", "port"), place.hosts[0], strict=True)
+    return redis.Redis.from_pool(ConnectionPool(**options))
+
+
+def _primary_by_sentinel(
+    config: RedisConfig, place: _Place, options: dict[str, Any]
+) -> redis.Redis:
+    password = config.sentinel_password, config.sentinel_password_file
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        list(place.hosts),
+        sentinel_kwargs={
+            "username": config.sentinel_username,
+            "password": _secret("redis.sentinel_password", *password),
+            **_asking_for_tls(place),
             **(_tls(config) if place.tls else {}),
             **_timing(config),
-            "retry": Retry(ExponentialWithJitterBackoff(base=_BACKOFF_BASE_SECONDS), 0),
-        }
-        sentinel = Sentinel(  # type: ignore[no-untyped-call]
-            list(place.hosts),
-            sentinel_kwargs=sentinel_options,
-            db=place.db,
-            max_connections=config.connections,
-            retry=_retry(config),
-            **options,
-        )
-        master: redis.Redis = sentinel.master_for(place.path[0])  # type: ignore[no-untyped-call]
-        return master
-    return RedisCluster(
-        startup_nodes=[ClusterNode(*host) for host in place.hosts],  # type: ignore[no-untyped-call]
-        max_connections=config.connections,
-        retry=_retry(config),
+            "retry": _retry(0),  # the next Sentinel is asked instead
+        },
+        **_asking_for_tls(place),
         **options,
     )
+    primary: redis.Redis = sentinel.master_for(place.path[0])  # type: ignore[no-untyped-call]
+    return primary
 
 
 def explain(e: BaseException, config: RedisConfig) -> str:
@@ -201,13 +216,14 @@ _REMEDIES: list[tuple[type[BaseException], str]] = [
 _OTHER_REMEDY = "check that the server runs and can be reached, and redis.url with its TLS and port"
 
 
-def _one(config: RedisConfig) -> dict[str, Any]:
-    return {"max_connections": config.connections, "retry": _retry(config)}
+def _asking_for_tls(place: _Place) -> dict[str, Any]:
+    return {"ssl": True} if place.tls else {}
 
 
-def _retry(config: RedisConfig) -> Retry:
+def _retry(retries: int) -> Retry:
+    # A timeout is not tried again: who waited for one has waited long enough.
     backoff = ExponentialWithJitterBackoff(cap=_BACKOFF_CAP_SECONDS, base=_BACKOFF_BASE_SECONDS)
-    return Retry(backoff, config.retries)
+    return Retry(backoff, retries, (ConnectionError,))
 
 
 def _timing(config: RedisConfig) -> dict[str, Any]:
@@ -215,12 +231,7 @@ def _timing(config: RedisConfig) -> dict[str, Any]:
         "socket_timeout": config.timeout_seconds,
         "socket_connect_timeout": config.connect_timeout_seconds,
         "socket_read_size": _READ_BYTES,
-        "socket_keepalive": True,
     }
-
-
-def _login(username: str | None, password: str | None) -> dict[str, Any]:
-    return {"username": username, "password": password}
 
 
 def _secret(name: str, value: str | None, file: str | None) -> str | None:
@@ -246,4 +257,4 @@ def _tls(config: RedisConfig) -> dict[str, Any]:
             Path(file).read_bytes()
     except OSError as e:
         raise ConfigError(f"a TLS file of the redis section cannot be read: {e}") from None
-    return {**files, "ssl": True, "ssl_check_hostname": config.tls_check_hostname}
+    return {**files, "ssl_check_hostname": config.tls_check_hostname}

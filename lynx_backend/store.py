@@ -272,7 +272,8 @@ class ChunkStore:
             stats = tier.stats()
             metrics.TIER_BYTES.labels(tier.name).set(stats.used_bytes)
             metrics.TIER_CAPACITY_BYTES.labels(tier.name).set(stats.capacity_bytes)
-            metrics.ANCHOR_ONLY_CHUNKS.labels(tier.name).set(stats.anchor_only)
+            if stats.anchor_only is not None:
+                metrics.ANCHOR_ONLY_CHUNKS.labels(tier.name).set(stats.anchor_only)
 
 
 def objects_of(keys: Sequence[ChunkKey]) -> list[ObjectName]:

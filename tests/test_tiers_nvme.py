@@ -11,7 +11,7 @@ import pytest
 
 from lynx_backend.errors import ConfigError, TierError, TierFullError
 from lynx_backend.keys import CacheIdentity, ObjectName, Part, chunk_keys
-from lynx_backend.testing import TierConformance
+from lynx_backend.testing import BoundedTierConformance
 from lynx_backend.testing.tiers import UNIT, anchor, content, residual
 from lynx_backend.tiers import NvmeTier, Tier, TierStats, shared_folder
 from lynx_backend.tiers.shared_folder import LOG_RECORDS, SharedFolder
@@ -19,7 +19,7 @@ from lynx_backend.tiers.shared_folder import LOG_RECORDS, SharedFolder
 ROOM = 100 * UNIT
 
 
-class TestNvmeTier(TierConformance):
+class TestNvmeTier(BoundedTierConformance):
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path: Path) -> None:
         self.path = tmp_path / "tier"
