@@ -226,11 +226,23 @@ class RedisConfig(_Section):
 
 
 @dataclass(frozen=True)
+class TieringConfig(_Section):
+    """How the tiers work together.
+
+    Attributes:
+        write_behind_bytes: bytes that may wait to be written to each of the slower tiers; what
+            would be more is skipped. With 0 a put waits for all tiers, and nothing is promoted.
+    """
+
+    write_behind_bytes: int = _size(512 << 20, least=0)
+
+
+@dataclass(frozen=True)
 class LynxConfig:
     """All settings.
 
     Attributes:
-        codec, memory, nvme, redis: the sections.
+        codec, memory, nvme, redis, tiering: the sections.
         origins: by key (``"nvme.path"``), where a value was found; filled in by :meth:`load`.
     """
 
@@ -238,6 +250,7 @@ class LynxConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     redis: RedisConfig = field(default_factory=RedisConfig)
+    tiering: TieringConfig = field(default_factory=TieringConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -295,6 +308,7 @@ _SECTIONS: dict[str, Any] = {
     "memory": MemoryConfig,
     "nvme": NvmeConfig,
     "redis": RedisConfig,
+    "tiering": TieringConfig,
 }
 _KNOWN: dict[str, Field[Any]] = {
     f"{section}.{f.name}": f for section, kind in _SECTIONS.items() for f in _fields(kind)

@@ -23,7 +23,8 @@ ALLOWED: dict[str, set[str]] = {
     "codec": {"errors", "keys", "layout", "wire"},
     "tiers": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
     "transport": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
-    "store": FOUNDATION | {"codec", "tiers"},
+    "tier_access": FOUNDATION | {"tiers"},
+    "store": FOUNDATION | {"codec", "tiers", "tier_access"},
     "progressive": FOUNDATION | {"codec", "tiers", "transport", "store"},
 }
 ALLOWED["engines"] = {*ALLOWED}

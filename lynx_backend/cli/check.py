@@ -62,6 +62,8 @@ def check(config: ConfigOption = None) -> None:
 
 def _show_settings(console: Console, settings: LynxConfig, spec: CodecSpec) -> None:
     table = Table("setting", "value", "from", title="Settings")
+    table.columns[1].overflow = "fold"
+    table.columns[2].no_wrap = True
     for key, value, origin in settings.describe():
         if value is None and key.startswith("codec.") and key != "codec.calibration":
             value, origin = getattr(spec, key.removeprefix("codec.")), f"profile {spec.profile}"

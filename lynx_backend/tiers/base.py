@@ -75,6 +75,8 @@ class Tier(ABC):
     name: str
     #: whether the tier evicts by itself; else a server does, by its own rules
     keeps_capacity: bool = True
+    #: whether a call returns without waiting for a device, a network or another process
+    in_memory: bool = False
 
     @abstractmethod
     def put(self, name: ObjectName, data: Buffer) -> None:

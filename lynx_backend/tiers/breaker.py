@@ -132,38 +132,47 @@ class GuardedTier(Tier):
         self._ignored = () if full_is_failure else (TierFullError,)
         self._reading = Breaker(f"reading from tier {self.name}", self._show)
         self._writing = Breaker(f"writing to tier {self.name}", self._show)
+        self._closed = False
         self._show(False)
 
     def put(self, name: ObjectName, data: Buffer) -> None:
-        with self._writing.call(self._ignored):
+        with self._call(self._writing, self._ignored):
             self._tier.put(name, data)
 
     def get(self, name: ObjectName) -> memoryview | None:
-        with self._reading.call():
+        with self._call(self._reading):
             return self._tier.get(name)
 
     def get_many(self, names: Sequence[ObjectName]) -> list[memoryview | None]:
-        with self._reading.call():
+        with self._call(self._reading):
             return self._tier.get_many(names)
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
-        with self._reading.call():
+        with self._call(self._reading):
             return self._tier.sizes(names)
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        with self._writing.call():
+        with self._call(self._writing):
             self._tier.delete(names)
 
     def names(self) -> Iterator[ObjectName]:
-        with self._reading.call():
+        with self._call(self._reading):
             return self._tier.names()
 
     def stats(self) -> TierStats:
-        with self._reading.call():
+        with self._call(self._reading):
             return self._tier.stats()
 
     def close(self) -> None:
+        self._closed = True
         self._tier.close()
+
+    @contextmanager
+    def _call(self, breaker: Breaker, ignored: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        if self._closed:
+            raise TierError(f"tier {self.name} is closed; open a new one")
+        with breaker.call(ignored):
+            yield
 
     def _show(self, _: bool) -> None:
         is_open = self._reading.is_open or self._writing.is_open

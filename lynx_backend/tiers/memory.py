@@ -22,6 +22,7 @@ class MemoryTier(Tier):
     """
 
     name = "memory"
+    in_memory = True
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 1:
