@@ -20,7 +20,6 @@ from ..errors import ConfigError, InvalidInputError, TierError, TierFullError
 from ..keys import ObjectName, Part
 from ..redis_client import FAILURES, Client, OutOfMemoryError, RedisCluster, connect, explain
 from .base import Buffer, Tier, TierStats, flat
-from .catalog import ANCHOR_ONLY_SHARE
 
 _PREFIX = re.compile(r"[\w.:-]+", re.ASCII)
 #: Objects asked for in one go over one connection. The server holds the answers in memory until
@@ -28,6 +27,9 @@ _PREFIX = re.compile(r"[\w.:-]+", re.ASCII)
 _GETS_IN_A_BATCH = 4
 _LOOKUPS_IN_A_BATCH = 4096
 _SCAN_COUNT = 2000
+#: Longer would keep more anchors to draft on, but a server that evicts by time left would drop the
+#: residuals of everything written within it before any anchor, and keep no chunk whole.
+_ANCHOR_OUTLIVES_MS = 10
 
 
 class RedisTier(Tier):
@@ -36,9 +38,9 @@ class RedisTier(Tier):
     A server that cannot be reached is no error here but at every call: it may come later. At most
     ``config.connections`` calls are under way at once, others wait for them.
 
-    With ``ttl_seconds`` an object goes so long after its last use, and an anchor an eighth later
-    than its residual. Under the server's policy ``volatile-ttl`` that is also the eviction's order:
-    least recently used first, a chunk's residual before its anchor, and few anchors alone.
+    With ``ttl_seconds`` an object goes so long after its last use, an anchor a moment later than
+    its residual. Under the server's policy ``volatile-ttl`` that is also the order of eviction:
+    least recently used first, and a chunk's residual before its anchor.
 
     Raises:
         ConfigError: the URL, the prefix or a file that is named cannot be used.
@@ -218,10 +220,7 @@ def _lifetimes(seconds: float | None) -> dict[Part, int] | None:
     if seconds is None:
         return None
     least = max(1, round(1000 * seconds))
-    return {
-        Part.RESIDUAL: least,
-        Part.ANCHOR: max(least + 1, round(least * (1 + ANCHOR_ONLY_SHARE))),
-    }
+    return {Part.RESIDUAL: least, Part.ANCHOR: least + _ANCHOR_OUTLIVES_MS}
 
 
 def _batches(names: Sequence[ObjectName], size: int) -> list[Sequence[ObjectName]]:
