@@ -306,6 +306,7 @@ class TestTemporaryFiles:
             f.write(bytes(UNIT))
             f.flush()
             done_by_another_program(temp.parent)
+            assert tier.stats().used_bytes == 4 * UNIT
             put(tier, anchor(5))
             assert tier.sizes([anchor(0), anchor(1), anchor(5)]) == [None, None, UNIT]
             assert tier.stats() == TierStats(4 * UNIT, 4 * UNIT, 3, 3)

@@ -24,6 +24,7 @@ from ..errors import ConfigError, TierError, TierFullError
 from ..keys import ObjectName
 from .base import Buffer, Tier, TierStats, flat
 from .folder_index import FolderIndex, regular_file
+from .object_file import ObjectFiles
 from .shared_folder import SharedFolder, fsync_directory, try_lock
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -36,11 +37,18 @@ class NvmeTier(Tier):
     between processes and survives restarts. Open the tier in each process: an instance must not be
     carried over a fork.
 
+    Objects are read and written past the page cache (O_DIRECT) where the file system takes it;
+    where it does not, a warning says so.
+
     Args:
         path: the folder, made when absent (its owner's only: objects hold what users wrote).
         max_bytes: limit on the sizes of all object files and temporary files together. Processes
             that share a folder should all be given the same.
         min_free_bytes: what a put leaves free on the file system for others.
+        direct: False to use the page cache in any case.
+
+    Attributes:
+        direct: whether objects are read and written past the page cache.
 
     Raises:
         ConfigError: a limit is out of range, or the folder cannot be used.
@@ -49,7 +57,11 @@ class NvmeTier(Tier):
     name = "nvme"
 
     def __init__(
-        self, path: str | os.PathLike[str], max_bytes: int, min_free_bytes: int = 0
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int,
+        min_free_bytes: int = 0,
+        direct: bool = True,
     ) -> None:
         if max_bytes < 1 or min_free_bytes < 0:
             raise ConfigError(
@@ -67,8 +79,13 @@ class NvmeTier(Tier):
             self._index = FolderIndex(self._folder)
             with self._index.current():
                 self._evict(self._index.used_bytes - max_bytes, None)
+            self._files = ObjectFiles(self._folder.lock_path, direct)
         except OSError as e:
             raise ConfigError(f"the NVMe tier cannot use {_explain(e, self._path)}") from e
+
+    @property
+    def direct(self) -> bool:
+        return self._files.direct
 
     def put(self, name: ObjectName, data: Buffer) -> None:
         view = flat(data)
@@ -90,14 +107,13 @@ class NvmeTier(Tier):
                 self._folder.check()
                 return None
             try:
-                with open(path, "rb", buffering=0) as f:
-                    data = f.readall()
+                data = self._files.read(path)
             except FileNotFoundError:
                 return None
             with suppress(OSError):  # a read-only disk or another user's file is readable even so
                 now = time.time_ns()
                 os.utime(path, ns=(now, now))
-            return memoryview(data)
+            return data
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
         with self._failures("look up objects"):
@@ -133,9 +149,7 @@ class NvmeTier(Tier):
         path, temp_path = self._folder.file(file), self._folder.file(temp)
         try:
             with self._reserve(name, temp, view.nbytes) as f:
-                rest = view
-                while rest:
-                    rest = rest[f.write(rest) :]
+                self._files.write(f.fileno(), view)
                 now = time.time_ns()
                 os.utime(f.fileno(), ns=(now, now))
                 os.fsync(f.fileno())
@@ -151,7 +165,7 @@ class NvmeTier(Tier):
     def _reserve(self, name: ObjectName, temp: str, size: int) -> FileIO:
         """Make room for, create, and open a temporary file of the object's full size."""
         path, temp_path = self._folder.file(str(name)), self._folder.file(temp)
-        with self._index.current():
+        with self._index.current(thorough=False):
             if os.path.lexists(path) and regular_file(path) is None:
                 raise FileExistsError(errno.EEXIST, "not a regular file", path)
             self._make_room(name, size)
@@ -176,8 +190,12 @@ class NvmeTier(Tier):
         disk = os.statvfs(self._path)
         free = disk.f_bavail * disk.f_frsize
         blocks = -(-size // disk.f_frsize) * disk.f_frsize
+        short_of_disk = self._min_free_bytes + blocks - free
+        if max(self._index.used_bytes + size - self._max_bytes, short_of_disk) <= 0:
+            return
+        self._index.look_for_others()  # before anything is evicted for what is not there any more
         used = self._index.used_bytes
-        need = max(used + size - self._max_bytes, self._min_free_bytes + blocks - free)
+        need = max(used + size - self._max_bytes, short_of_disk)
         evictable = self._index.catalog.evictable_bytes(name)
         if need <= evictable and self._evict(need, name) >= need:
             return
