@@ -84,7 +84,7 @@ def redacted(url: str) -> str:
     return f"{scheme}{slashes}{name}{colon}{'***' if colon else ''}{at}{tail}"
 
 
-def _size(default: int, least: int) -> Any:
+def _size(default: int | None, least: int) -> Any:
     return field(default=default, metadata={"least_bytes": least})
 
 
@@ -122,6 +122,8 @@ def _checked(f: Field[Any], value: Any) -> object:
         if isinstance(converted, (int, float)) and above is not None and converted <= above:
             raise ConfigError(f"must be more than {above:g}, got {converted:g}")
         return converted
+    if value is None and f.default is None:
+        return None
     size = parse_size(value)
     if size < least:
         raise ConfigError(f"must be at least {least} bytes, got {size}")
@@ -159,10 +161,17 @@ class MemoryConfig(_Section):
     Attributes:
         enabled: whether there is one.
         max_bytes: most bytes it holds; an integer or a text such as "4GiB".
+        quota_bytes: most bytes that one identity (a model, a rank and a salt) takes of them.
+        low_watermark: share of a limit that is used after room had to be made; 1 evicts no more
+            than is needed.
+        pinned: whether the memory is page-locked; by default, if there is a GPU.
     """
 
     enabled: bool = True
     max_bytes: int = _size(4 << 30, least=1)
+    quota_bytes: int | None = _size(None, least=1)
+    low_watermark: float = _number(1.0, above=0)
+    pinned: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -173,11 +182,16 @@ class NvmeConfig(_Section):
         path: its folder; without one there is no such tier.
         max_bytes: most bytes it holds; an integer or a text such as "64GiB".
         min_free_bytes: bytes of the file system it leaves free for others.
+        quota_bytes, low_watermark: as for the memory.
+        direct: whether to read and write past the page cache where the file system allows it.
     """
 
     path: str | None = None
     max_bytes: int = _size(64 << 30, least=1)
     min_free_bytes: int = _size(1 << 30, least=0)
+    quota_bytes: int | None = _size(None, least=1)
+    low_watermark: float = _number(1.0, above=0)
+    direct: bool = True
 
 
 @dataclass(frozen=True)

@@ -275,11 +275,21 @@ def tiers_from_config(config: LynxConfig) -> list[Tier]:
         as ``ChunkStore.from_config``.
     """
     tiers: list[Tier] = []
-    if config.memory.enabled:
-        tiers.append(MemoryTier(config.memory.max_bytes))
-    nvme = config.nvme
+    memory, nvme = config.memory, config.nvme
+    if memory.enabled:
+        pinned = torch.cuda.is_available() if memory.pinned is None else memory.pinned
+        limits = (memory.max_bytes, memory.quota_bytes, memory.low_watermark)
+        tiers.append(MemoryTier(*limits, pinned=pinned))
     if nvme.path is not None:
-        tiers.append(GuardedTier(NvmeTier(nvme.path, nvme.max_bytes, nvme.min_free_bytes)))
+        tier = NvmeTier(
+            nvme.path,
+            nvme.max_bytes,
+            nvme.min_free_bytes,
+            nvme.direct,
+            nvme.quota_bytes,
+            nvme.low_watermark,
+        )
+        tiers.append(GuardedTier(tier))
     if config.redis.url is not None:
         from .tiers.redis import RedisTier  # needs a package that not everybody has
 

@@ -26,7 +26,7 @@ def test_defaults():
     assert config == LynxConfig()
     assert config.codec.profile == "adaptive"
     assert config.codec.anchor_bits is None
-    assert config.memory == MemoryConfig(enabled=True, max_bytes=4 << 30)
+    assert config.memory == MemoryConfig(enabled=True, max_bytes=4 << 30, pinned=None)
     assert config.nvme == NvmeConfig(path=None, max_bytes=64 << 30, min_free_bytes=1 << 30)
 
 

@@ -202,7 +202,7 @@ def test_a_chunk_that_fits_nowhere_is_not_stored():
 
 def test_a_residual_goes_before_its_anchor_under_pressure():
     size = sum(map(len, Codec().encode(cache())))
-    store = ChunkStore(Codec(), [MemoryTier(int(3.6 * size))])
+    store = ChunkStore(Codec(), [MemoryTier(int(3.7 * size))])
     for n, key in enumerate(KEYS):
         assert store.put(key, cache(n))
     assert store.lookup(KEYS) == [Presence.COARSE] + [Presence.FULL] * 3

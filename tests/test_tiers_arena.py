@@ -41,6 +41,14 @@ def test_freed_neighbours_become_one():
     assert arena.take(5 * 64) is not None
 
 
+def test_two_sizes_at_two_ends_leave_no_gaps():
+    arena = Arena(8 * 64)
+    large, small = [arena.take(3 * 64) for _ in range(2)], [arena.take(64, True) for _ in range(2)]
+    large[0] = small[0] = None
+    assert arena.take(3 * 64) is not None
+    assert small
+
+
 def test_random_use_never_overlaps_and_leaks_nothing():
     rng = random.Random(5)
     arena = Arena(1 << 16)
@@ -50,7 +58,7 @@ def test_random_use_never_overlaps_and_leaks_nothing():
             value, block = held.pop(rng.randrange(len(held)))
             assert (block == value).all(), "somebody else wrote here"
             del block
-        elif (block := arena.take(rng.randrange(1, 5000))) is not None:
+        elif (block := arena.take(rng.randrange(1, 5000), rng.random() < 0.5)) is not None:
             block[:] = step % 251
             held.append((step % 251, block))
             assert block.ctypes.data % 64 == 0

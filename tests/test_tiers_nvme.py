@@ -82,7 +82,7 @@ def test_a_folder_made_by_the_tier_is_its_owners_only(tmp_path):
 
 @pytest.mark.parametrize(("max_bytes", "min_free_bytes"), [(0, 0), (-1, 0), (1, -1)])
 def test_limits_out_of_range(tmp_path, max_bytes, min_free_bytes):
-    with pytest.raises(ConfigError, match="max_bytes >= 1"):
+    with pytest.raises(ConfigError, match=r"max_bytes >= 1|min_free_bytes"):
         NvmeTier(tmp_path, max_bytes, min_free_bytes)
 
 

@@ -49,19 +49,29 @@ class Arena:
         # Blocks end in whatever thread drops the last view, perhaps while it is in here.
         self._ended: deque[tuple[int, int]] = deque()
 
-    def take(self, size: int) -> Block | None:
+    def take(self, size: int, from_end: bool = False) -> Block | None:
         """A block of exactly this many bytes, None when no piece of the arena is large enough.
 
         Its content is whatever was there.
+
+        Args:
+            from_end: take it from the last piece that is large enough, not the first. Blocks of two
+                sizes leave fewer gaps when each size has its own end.
         """
         room = self._rounded(size)
         with self._lock:
             self._collect()
-            i = next((i for i, (_, there) in enumerate(self._free) if there >= room), None)
+            places = range(len(self._free))
+            fits = (
+                i for i in (reversed(places) if from_end else places) if self._free[i][1] >= room
+            )
+            i = next(fits, None)
             if i is None:
                 return None
             at, there = self._free[i]
-            self._free[i : i + 1] = [(at + room, there - room)] if there > room else []
+            left = (at, there - room) if from_end else (at + room, there - room)
+            self._free[i : i + 1] = [left] if there > room else []
+            at += there - room if from_end else 0
         block: Block = self._memory[at : at + size]
         weakref.finalize(block, self._ended.append, (at, room)).atexit = False
         return block

@@ -28,13 +28,16 @@ class FolderIndex:
 
     Methods raise OSError.
 
+    Args:
+        catalog: an empty one.
+
     Attributes:
         catalog: the objects; last use is the file's modification time in ns.
         temps: size in bytes by name of each temporary file.
     """
 
-    def __init__(self, folder: SharedFolder) -> None:
-        self.catalog = Catalog()
+    def __init__(self, folder: SharedFolder, catalog: Catalog) -> None:
+        self.catalog = catalog
         self.temps: dict[str, int] = {}
         self._folder = folder
         self._position: Position | None = None
@@ -127,10 +130,22 @@ class FolderIndex:
             del self.temps[temp]
         with suppress(FileNotFoundError), os.scandir(self._folder.fanout[i]) as entries:
             for entry in entries:
-                self._look_at(entry.name)
+                self._list(entry, i)
         for name in before - self._listed[i]:
             self.catalog.discard(name)
         self._mtimes[i] = mtime
+
+    def _list(self, entry: os.DirEntry[str], i: int) -> None:
+        """:meth:`_look_at`, in less time for an object: there may be a million at start-up."""
+        name = ObjectName.of(entry.name)
+        if name is None or fanout_of(entry.name) != i:
+            self._look_at(entry.name)
+            return
+        with suppress(FileNotFoundError):
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                self._listed[i].add(name)
+                self.catalog.put(name, status.st_size, status.st_mtime_ns)
 
     def _remove_if_abandoned(self, temp: str) -> None:
         path = self._folder.file(temp)

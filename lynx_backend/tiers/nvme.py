@@ -24,6 +24,7 @@ from ..errors import ConfigError, TierError, TierFullError
 from ..keys import ObjectName
 from .base import Buffer, Tier, TierStats, flat
 from .folder_index import FolderIndex, regular_file
+from .limits import Limits
 from .object_file import ObjectFiles
 from .shared_folder import SharedFolder, fsync_directory, try_lock
 
@@ -46,6 +47,7 @@ class NvmeTier(Tier):
             that share a folder should all be given the same.
         min_free_bytes: what a put leaves free on the file system for others.
         direct: False to use the page cache in any case.
+        quota_bytes, low_watermark: as for ``Limits``.
 
     Attributes:
         direct: whether objects are read and written past the page cache.
@@ -62,12 +64,12 @@ class NvmeTier(Tier):
         max_bytes: int,
         min_free_bytes: int = 0,
         direct: bool = True,
+        quota_bytes: int | None = None,
+        low_watermark: float = 1.0,
     ) -> None:
-        if max_bytes < 1 or min_free_bytes < 0:
-            raise ConfigError(
-                "the NVMe tier needs max_bytes >= 1 and min_free_bytes >= 0, got "
-                f"{max_bytes} and {min_free_bytes}"
-            )
+        if min_free_bytes < 0:
+            raise ConfigError(f"min_free_bytes of the NVMe tier must be >= 0, got {min_free_bytes}")
+        self._limits = Limits(max_bytes, quota_bytes, low_watermark)
         self._path = Path(path).absolute()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
@@ -76,7 +78,7 @@ class NvmeTier(Tier):
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = SharedFolder(self._path)
-            self._index = FolderIndex(self._folder)
+            self._index = FolderIndex(self._folder, self._limits.catalog())
             with self._index.current():
                 self._evict(self._index.used_bytes - max_bytes, None)
             self._files = ObjectFiles(self._folder.lock_path, direct)
@@ -190,20 +192,25 @@ class NvmeTier(Tier):
         disk = os.statvfs(self._path)
         free = disk.f_bavail * disk.f_frsize
         blocks = -(-size // disk.f_frsize) * disk.f_frsize
-        short_of_disk = self._min_free_bytes + blocks - free
-        if max(self._index.used_bytes + size - self._max_bytes, short_of_disk) <= 0:
+        short = self._min_free_bytes + blocks - free
+        catalog = self._index.catalog
+        others = self._index.used_bytes - catalog.used_bytes
+        if not any(self._limits.to_evict(catalog, name, size, others, short)):
             return
         self._index.look_for_others()  # before anything is evicted for what is not there any more
-        used = self._index.used_bytes
-        need = max(used + size - self._max_bytes, short_of_disk)
-        evictable = self._index.catalog.evictable_bytes(name)
-        if need <= evictable and self._evict(need, name) >= need:
+        others = self._index.used_bytes - catalog.used_bytes
+        if self._limits.fits(catalog, name, size, others, short) and all(
+            self._evict(need, name, identity) >= need
+            for identity, need in self._limits.to_evict(catalog, name, size, others, short)
+        ):
             return
+        used, evictable = self._index.used_bytes, catalog.evictable_bytes(name)
         message = (
             f"no room for an object of {size} bytes in {self._path}: {used} of "
             f"max_bytes={self._max_bytes} are used, {evictable} of them evictable, and {free} "
             f"bytes of the file system are free, of which min_free_bytes={self._min_free_bytes} "
-            "stay so; raise max_bytes or free space on the file system"
+            f"stay so, and quota_bytes={self._limits.quota_bytes}; raise a limit or free space on "
+            "the file system"
         )
         if self._not_evicted is not None:
             message += (
@@ -211,12 +218,12 @@ class NvmeTier(Tier):
             )
         raise TierFullError(message)
 
-    def _evict(self, need: int, writing: ObjectName | None) -> int:
+    def _evict(self, need: int, writing: ObjectName | None, identity: bytes | None = None) -> int:
         """Remove objects in eviction order until ``need`` bytes are gone; how many are gone."""
         gone = 0
         catalog = self._index.catalog
         self._not_evicted = None
-        with closing(catalog.victims(writing)) as victims:
+        with closing(catalog.victims(writing, identity)) as victims:
             while gone < need and (name := next(victims, None)) is not None:
                 size = catalog.size(name) or 0
                 try:

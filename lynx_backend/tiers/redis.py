@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..config import RedisConfig
-from ..errors import ConfigError, InvalidInputError, TierError, TierFullError
+from ..errors import ConfigError, TierError, TierFullError
 from ..keys import ObjectName, Part
 from ..redis_client import FAILURES, Client, OutOfMemoryError, RedisCluster, connect, explain
 from .base import Buffer, Tier, TierStats, flat
@@ -167,10 +167,7 @@ class RedisTier(Tier):
         yield from filter(None, map(self._name_of, keys))
 
     def _name_of(self, key: bytes) -> ObjectName | None:
-        try:
-            return ObjectName.parse(key[len(self._prefix) :].decode())
-        except (InvalidInputError, UnicodeDecodeError):
-            return None  # somebody else's
+        return ObjectName.of(key[len(self._prefix) :].decode(errors="replace"))
 
     @contextmanager
     def _calling(self, action: str) -> Iterator[Client]:
