@@ -168,6 +168,7 @@ def test_a_tier_that_refuses_writes_is_still_read(caplog):
     with pytest.raises(TierUnavailableError, match="writing to tier refusing failed 3 times"):
         tier.put(anchor(0), b"x")
     assert tier.get(anchor(0)) is None
+    tier.delete([anchor(0)])
     assert shown() == 1
     assert [r.getMessage() for r in caplog.records] == [
         "writing to tier refusing is paused: maxmemory"

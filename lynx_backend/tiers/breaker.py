@@ -115,9 +115,9 @@ class Breaker:
 
 
 class GuardedTier(Tier):
-    """A tier behind two breakers, one for reading and one for writing.
+    """A tier behind three breakers: for reading, for writing and for deleting.
 
-    Two, because a full server or a replica refuses writes and answers reads.
+    A full server refuses writes, answers reads, and gets well by deleting.
 
     Args:
         tier: closed with this.
@@ -132,6 +132,7 @@ class GuardedTier(Tier):
         self._ignored = () if full_is_failure else (TierFullError,)
         self._reading = Breaker(f"reading from tier {self.name}", self._show)
         self._writing = Breaker(f"writing to tier {self.name}", self._show)
+        self._deleting = Breaker(f"deleting from tier {self.name}", self._show)
         self._closed = False
         self._show(False)
 
@@ -152,7 +153,7 @@ class GuardedTier(Tier):
             return self._tier.sizes(names)
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        with self._call(self._writing):
+        with self._call(self._deleting):
             self._tier.delete(names)
 
     def names(self) -> Iterator[ObjectName]:
@@ -175,5 +176,6 @@ class GuardedTier(Tier):
             yield
 
     def _show(self, _: bool) -> None:
-        is_open = self._reading.is_open or self._writing.is_open
+        breakers = (self._reading, self._writing, self._deleting)
+        is_open = any(breaker.is_open for breaker in breakers)
         metrics.BREAKER_OPEN.labels(self.name).set(float(is_open))
