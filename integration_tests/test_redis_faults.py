@@ -197,14 +197,15 @@ def test_maxmemory_with_eviction(server, q_full, policy):
     store.close()
 
 
-def test_frozen(server, store, q_full):
+@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_frozen(server, store, q_full, seconds):
     """It takes connections and says nothing: one wait, then none until it answers."""
     assert works(store, 0, q_full)
     server.signal(signal.SIGSTOP)
     try:
         assert not store.put(KEYS[1], cache(1))
         assert not right(store, 0, q_full)
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + seconds
         calls = 0
         while time.monotonic() < deadline:
             assert not right(store, 0, q_full)
