@@ -8,6 +8,7 @@ never the request.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -25,6 +26,8 @@ from .errors import (
 from .keys import ChunkKey, ObjectName, Part
 from .tier_access import Found, TierAccess
 from .tiers import GuardedTier, MemoryTier, NvmeTier, Tier
+
+logger = logging.getLogger(__name__)
 
 
 class Presence(IntEnum):
