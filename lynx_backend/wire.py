@@ -1,6 +1,6 @@
 """The bytes of an object: one fixed header, then the payload of one part of one chunk.
 
-Little-endian, version 1. The header says everything needed to refuse the object: what wrote it,
+Little-endian, version 2. The header says everything needed to refuse the object: what wrote it,
 what it is a part of, and checksums over itself and the payload. What the payload means is the
 codec's business; its spec travels here as opaque bytes.
 
@@ -40,7 +40,7 @@ from .keys import Part
 from .layout import KVLayout
 
 MAGIC = b"\x89LYNXKV\n"
-VERSION = 1
+VERSION = 2
 PARTS = 2
 DTYPES = ("bfloat16", "float16", "float32")
 SPEC_BYTES = 32

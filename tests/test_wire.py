@@ -81,7 +81,7 @@ def test_every_truncation_and_extension_is_noticed(objects: list[bytes]):
 @pytest.mark.parametrize(
     ("offset", "value", "match"),
     [
-        (8, struct.pack("<H", 2), "version 2, this build reads 1"),
+        (8, struct.pack("<H", 1), "version 1, this build reads 2"),
         (10, b"\x02", "part 2 of 2"),
         (11, b"\x03", "part 0 of 3"),
         (12, b"\x03", "dtype code 3"),

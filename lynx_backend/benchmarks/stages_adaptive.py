@@ -265,12 +265,6 @@ class Adaptive:
         row_low = _bf16_down(x.amin(-1, keepdim=True))
         row_range = -_bf16_down(row_low - x.amax(-1, keepdim=True))
         row_range = row_range.clamp_min(float(definition.MIN_ROW_RANGE))
-        most = 1 << (8 + r)
-        code = ((x - row_low) / row_range * most).floor().clamp(0, most - 1).int()
-        row_values = tuple(
-            row_low + ((code >> drop).float() + 0.5) * 2.0 ** -(8 + r - drop) * row_range
-            for drop in (r, 0)
-        )
 
         turn = self._turn(start, tokens, page.device) if kv == KEYS and s.rotation else None
         y = self._forth(x, kv, turn)
@@ -311,6 +305,13 @@ class Adaptive:
             levels = _power_of_two(_widths(ranges, priority.to(y.device), total))
         else:
             levels = torch.full_like(ranges, float(int(2 ** (total / d))))
+        most = 256 * 2**r * levels
+        code = ((x - row_low) / row_range * most).floor()
+        code = torch.minimum(code.clamp_min(0), most - 1).int()
+        row_values = tuple(
+            row_low + ((code >> drop).float() + 0.5) * (2**drop / most) * row_range
+            for drop in (r, 0)
+        )
         return y, _Side(rows, (row_values[0], row_values[1]), scale, low, ranges, levels), turn
 
     def _code(self, y: Tensor, side: _Side, kv: int) -> tuple[Tensor, Tensor]:

@@ -194,12 +194,14 @@ def decode_layers(
                         if section[head_at + h] == t:
                             row_low = _read_bf16(section, head_at + 2 * heads, h)
                             width_ = _read_bf16(section, head_at + 4 * heads, h)
-                            by = power_of_two(-(8 + added))
+                            code = codes[t & 3]
                             for c in range(h * d, (h + 1) * d):
-                                q = u8_to_float(section[head_at + 6 * heads + c]) * step
+                                upper = np.int64(section[head_at + 6 * heads + c]) << width[c]
+                                q = (upper + code[c]) << added
                                 if use:
-                                    q = q + u8_to_float(extra[c])
-                                out[c] = row_low + (q + _HALF) * by * width_
+                                    q += extra[c]
+                                by = power_of_two(-(8 + width[c] + added))
+                                out[c] = row_low + (np.float32(q) + _HALF) * by * width_
                     if dtype == FP16:
                         for c in range(channels):
                             out[c] = clip(out[c], -_MAX, _MAX)

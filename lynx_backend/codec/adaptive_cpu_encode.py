@@ -247,13 +247,12 @@ def _set_grid(bottom: Any, top: Any, section: Any, low: Any, factor: Any, ranges
 
 @_jit
 def _put_row(
-    words: Any, dtype: int, step: int, star: Any, exponent: Any, residual_bits: int, heads_at: int,
-    section: Any, row: Any, row_code: Any,
+    words: Any, dtype: int, step: int, star: Any, exponent: Any, levels: Any, width: Any,
+    residual_bits: int, heads_at: int, section: Any, row: Any, row_code: Any,
 ) -> None:  # fmt: skip
     """A. Each head's row, and what else there is once a head; row_code: all its bits."""
     channels, heads = row.size, star.size
     d = channels // heads
-    most = np.float32((256 << residual_bits) - 1)
     for h in range(heads):
         at = star[h] * step
         _load(words[at : at + channels], dtype, row)
@@ -270,9 +269,10 @@ def _put_row(
         _put_u16(section, heads_at + 4 * heads + 2 * h, float_to_bf16(span))
         coded = section[heads_at + 6 * heads + h * d :]
         for c in range(d):
-            q = np.int64(clip(np.floor((x[c] - low) / span * (most + _ONE)), _ZERO, most))
+            of = levels[h * d + c] * np.float32(256)
+            q = np.int64(clip(np.floor((x[c] - low) / span * of), _ZERO, of - _ONE))
             row_code[h * d + c] = q
-            coded[c] = q >> residual_bits
+            coded[c] = q >> (width[h * d + c] + residual_bits)
 
 
 @_inline
@@ -380,8 +380,8 @@ def encode_layers(
                     section[widths_at + (c >> 1)] |= np.uint8((width[c] - 1) << (4 * (c & 1)))
                     levels[c] = power_of_two(width[c] + residual_bits)
                 _put_row(
-                    source, dtype, token_step, star, exponent, residual_bits, heads_at,
-                    section, row, row_code,
+                    source, dtype, token_step, star, exponent, levels, width,
+                    residual_bits, heads_at, section, row, row_code,
                 )  # fmt: skip
                 planes_at = scales_at
                 if token_scale:
@@ -409,7 +409,7 @@ def encode_layers(
                         for h in range(heads):
                             if t == star[h]:
                                 for c in range(h * d, (h + 1) * d):
-                                    code[c] = 0
+                                    code[c] = (row_code[c] >> residual_bits) & ((1 << width[c]) - 1)
                                     extra[c] = row_code[c] & rest
                         if residual_bits:
                             _put_codes(plane, channels, t, residual_bits, extra, 0)

@@ -5,7 +5,8 @@ are IEEE's. What decides about bits is integer. Everything happens for each laye
 at most 256 tokens:
 
 A. *Row.* The token with the smallest values, in the sum of squares, is the attention sink where a
-   head has one. Its row is kept apart at ``8 + residual_bits`` bits and shapes no scale.
+   head has one. Its row is kept apart, shapes no scale, and has 8 bits more than the channel's
+   other codes: they lie apart, the rest where the row's codes would be.
 B. *Rotation.* Keys are turned back by the rotary angle that their place in the page adds.
 C. *Scale.* Values are divided by a step of 2^(1/4) that follows their size, token by token; keys by
    one power of two for the page.
@@ -294,12 +295,6 @@ def encode_page(
     tokens, heads, d = x.shape
     r = spec.residual_bits
     other = np.arange(tokens)[:, None] != star
-    row = x[star, np.arange(heads)]
-    row_low = bf16_down(row.min(1, keepdims=True))
-    row_range = np.maximum(-bf16_down(row_low - row.max(1, keepdims=True)), MIN_ROW_RANGE)
-    place = np.floor((row - row_low) / row_range * _f(1 << (8 + r)))
-    row_code = np.clip(place, 0, (1 << (8 + r)) - 1).astype(np.int64)
-
     y = rotate(x, cos, sin, back=True)
     steps = np.zeros((tokens, heads), np.int32)
     if squares is None:
@@ -329,6 +324,13 @@ def encode_page(
     levels = power_of_two(width + r)
     place = np.floor(compand(u, spec.alpha) * levels)
     q = np.where(rest, np.clip(place, _f(0), levels - _f(1)), _f(0)).astype(np.int64)
+
+    row = x[star, np.arange(heads)]
+    row_low = bf16_down(row.min(1, keepdims=True))
+    row_range = np.maximum(-bf16_down(row_low - row.max(1, keepdims=True)), MIN_ROW_RANGE)
+    levels = power_of_two(8 + width + r)
+    place = np.floor((row - row_low) / row_range * levels)
+    row_code = np.clip(place, _f(0), levels - _f(1)).astype(np.int64)
     return AdaptivePage(low, ranges, width, star, exponent, row_low, row_range, row_code, steps, q)
 
 
@@ -347,9 +349,7 @@ def decode_page(
     else:
         y = y * power_of_two(page.exponent)[:, None]
     x = rotate(y, cos, sin, back=False)
-    part = ((page.row >> drop).astype(np.float32) + _f(0.5)) * power_of_two(
-        np.array(-(8 + r - drop))
-    )
+    part = ((page.row >> drop).astype(np.float32) + _f(0.5)) * power_of_two(-(8 + bits))
     x[page.star, np.arange(x.shape[1])] = page.row_low + part * page.row_range
     return x
 
@@ -396,17 +396,18 @@ def encode(
                 pack_nibbles(page.width - 1), star.astype(np.uint8),
                 page.exponent.astype(np.int8),
                 from_float(page.row_low, "bfloat16"), from_float(page.row_range, "bfloat16"),
-                (page.row >> r).astype(np.uint8),
+                (page.row >> (page.width + r)).astype(np.uint8),
             ]  # fmt: skip
             if scaled is not None:
                 pieces.append(pack_nibbles(page.steps))
+            below = (1 << (page.width + r)) - 1
+            page.q[star, np.arange(heads)] = page.row & below
             codes = page.q.reshape(tokens, -1)
             for bits_, channels in width_groups(page.width.reshape(-1)):
                 padded = np.zeros((-(-tokens // 8) * 8, len(channels)), np.uint8)
                 padded[:tokens] = codes[:, channels] >> r
                 pieces.append(pack_codes(padded, bits_))
             write_pieces(anchor, plan.anchor_start(unit, p), *pieces)
-            page.q[star, np.arange(heads)] = page.row
             rest = (page.q.reshape(tokens, -1) & ((1 << r) - 1)).astype(np.uint8)
             write_pieces(residual, plan.residual_start(unit, p), pack_codes(rest, r))
     return anchor, residual
@@ -443,7 +444,7 @@ def decode(
             row_low, row_range = (
                 to_float(take(2 * heads).view(np.uint16), "bfloat16")[:, None] for _ in range(2)
             )
-            row = take(width_).astype(np.int64).reshape(heads, d) << r
+            row = take(width_).astype(np.int64).reshape(heads, d)
             steps = np.zeros((tokens, heads), np.int32)
             if token_scale:
                 nibbles = unpack_nibbles(take((tokens * heads + 1) // 2), tokens * heads)
@@ -453,8 +454,9 @@ def decode(
                 rows = -(-tokens // 8) * bits_
                 plane = take(rows * len(channels)).reshape(rows, len(channels))
                 q[:, channels] = unpack_codes(plane, tokens, bits_).astype(np.int64) << r
+            width = width.reshape(heads, d)
             page = AdaptivePage(
-                low, ranges, width.reshape(heads, d), star, exponent, row_low, row_range, row,
+                low, ranges, width, star, exponent, row_low, row_range, row,
                 steps, q.reshape(tokens, heads, d),
             )  # fmt: skip
             if residual is not None:
@@ -462,7 +464,7 @@ def decode(
                 n = packed_rows(tokens, r)
                 rest = unpack_codes(take(n * width_).reshape(n, width_), tokens, r).astype(np.int64)
                 page.q += rest.reshape(tokens, heads, d)
-                page.row += rest.reshape(tokens, heads, d)[star, np.arange(heads)]
+            page.row = (row << (width + r)) + page.q[star, np.arange(heads)]
             x = decode_page(page, residual is not None, token_scale, cos, sin, spec)
             start = p * spec.page_tokens
             if layout.dtype == "float16":
