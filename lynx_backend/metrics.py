@@ -90,6 +90,12 @@ ANCHOR_ONLY_CHUNKS = _register(
     ("tier",),
     multiprocess_mode="liveall",
 )
+PEER_CONNECTIONS = _register(
+    Gauge,
+    "lynx_peer_connections",
+    "Peers connected to this node's server",
+    multiprocess_mode="liveall",
+)
 ERRORS = _register(Counter, "lynx_errors_total", "Failures that became a miss", ("kind",))
 DRAFT_TOKENS = _register(
     Counter,
