@@ -445,7 +445,7 @@ async def _read_proof(
     expected = protocol.proof(options.secret or b"", side, hellos, address)
     if not hmac.compare_digest(mac, expected):
         raise TransportError(
-            f"the {side} does not know the shared secret; give all nodes the same peers.secret"
+            f"the {side} has another shared secret, or none; give all nodes the same one"
         )
     return address
 

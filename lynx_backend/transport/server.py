@@ -64,7 +64,7 @@ class UcxServer:
         self._options = options or LinkOptions()
         self._most_put_bytes, self._put_bytes = most_put_bytes, 0
         self._peers: dict[Connection, _Peer] = {}
-        self._greeting = 0
+        self._greeting: set[asyncio.StreamWriter] = set()
         self._draining = self._closed = False
         self._reader, self._looker, self._keeper = (
             ThreadPoolExecutor(1, f"lynx-serve-{what}") for what in ("read", "lookup", "keep")
@@ -113,36 +113,33 @@ class UcxServer:
                 connection.abort(TransportError("this node cannot send any more"))
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name = "?"
+        name = str(writer.get_extra_info("peername"))
+        self._greeting.add(writer)
         try:
-            name = writer.get_extra_info("peername")[0]
-            local = writer.get_extra_info("sockname")[0]
-            keep_alive(writer)
-            if self._draining or len(self._peers) + self._greeting >= MOST_CONNECTIONS:
+            if self._draining or len(self._peers) + len(self._greeting) > MOST_CONNECTIONS:
                 why = "draining" if self._draining else f"busy with {MOST_CONNECTIONS} peers"
                 writer.write(protocol.pack_text(Kind.REFUSED, f"the node is {why}"))
-                return writer.close()
-            self._greeting += 1
-            try:
-                greeting, channel = await asyncio.wait_for(
-                    greet(
-                        reader, writer, "server", self.node, self._options, partial(Channel, local)
-                    ),
-                    self._options.timeout_seconds,
-                )
-            finally:
-                self._greeting -= 1
+                raise TransportError(why)
+            keep_alive(writer)
+            local = partial(Channel, writer.get_extra_info("sockname")[0])
+            greeting = greet(reader, writer, "server", self.node, self._options, local)
+            known, channel = await asyncio.wait_for(greeting, self._options.timeout_seconds)
         except (TransportError, OSError, asyncio.TimeoutError) as e:
             metrics.ERRORS.labels("PeerRefused").inc()
             warn_limited(logger, "peer-refused", "refused a peer at %s: %s", name, e)
-            return writer.close()
-        connection = Connection(reader, writer, channel, greeting, self._options)
+            writer.close()
+            return
+        finally:
+            self._greeting.discard(writer)
+        connection = Connection(reader, writer, channel, known, self._options)
         connection.handle = partial(self._handle, connection)
         connection.closed = partial(self._gone, connection, name)
         self._peers[connection] = _Peer()
         self._sender.add(connection)
         metrics.PEER_CONNECTIONS.set(len(self._peers))
         connection.start()
+        if self._closed:
+            connection.abort(TransportError("this node was closed"))
 
     def _gone(self, connection: Connection, name: str, error: TransportError) -> None:
         self._sender.remove(connection)
@@ -288,9 +285,11 @@ class UcxServer:
         if hasattr(self, "_server"):
             self._server.close()
             self._pump.cancel()
+        for writer in self._greeting:
+            writer.transport.abort()
         for connection in list(self._peers):
             connection.abort(TransportError("this node was closed"))
-        while self._peers:
+        while self._peers or self._greeting:
             await asyncio.sleep(0.005)
 
 
