@@ -96,6 +96,11 @@ PEER_CONNECTIONS = _register(
     "Peers connected to this node's server",
     multiprocess_mode="liveall",
 )
+PARKED_WORKERS = _register(
+    Counter,
+    "lynx_ucx_parked_workers_total",
+    "Connections lost in the middle of a message, whose UCX worker could not be released",
+)
 ERRORS = _register(Counter, "lynx_errors_total", "Failures that became a miss", ("kind",))
 DRAFT_TOKENS = _register(
     Counter,

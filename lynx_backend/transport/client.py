@@ -23,6 +23,7 @@ from .ucx import Buffer, Channel, DeviceBuffer
 CLOSE_SECONDS = 5.0
 #: How long data of a cancelled fetch that has begun to arrive may take to finish arriving.
 _CANCEL_SECONDS = 1.0
+_SETTLE_SECONDS = 0.1
 
 
 class _Transfer(Future[bool]):
@@ -319,13 +320,13 @@ class UcxTransport(Transport):
         number = self._requests[transfer.request][0]
         return Request(transfer.id, number, alone, transfer.name, transfer.size)
 
-    def _give_up(self, transfers: list[_Transfer]) -> None:
+    def _give_up(self, transfers: list[_Transfer], result: bool | TransportError = False) -> None:
         for transfer in transfers:
             connection = transfer.connection
             if transfer.ended or connection is None or connection.error is not None:
                 continue  # it ends, or ended, by itself
             connection.write(protocol.pack_id(Kind.CANCEL, transfer.id))
-            released = partial(self._end, transfer, False)
+            released = partial(self._end, transfer, result)
             if transfer.id in connection.incoming:
                 connection.give_up(transfer.id, released)
                 if not transfer.ended:
@@ -388,6 +389,9 @@ class UcxTransport(Transport):
         self._sender.offer(connection, self._describe(transfer), transfer.buffer, _unread)
 
     async def _shut(self, error: TransportError) -> None:
+        if self._connection is not None:
+            self._give_up(list(self._transfers.values()), error)
+            await self._connection.settle(_SETTLE_SECONDS)
         self._drop(error)
         while self._connection is not None:
             await asyncio.sleep(0.002)

@@ -1,8 +1,8 @@
 """One peer: the stream of frames, the UCX channel, what is expected from it and what it owes us.
 
 Everything here runs on the event loop of the thread that owns the connection. Whatever goes wrong
-ends the connection, and only when its channel has been destroyed does anybody learn of it: from
-then on no buffer is written any more.
+ends the connection, and only when its channel has been given up does anybody learn of it: from then
+on no buffer is written any more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .window import ANCHOR_WAIT_SECONDS, MOST_FRAGMENT_BYTES, Window
 _TICKS = 4
 # While messages are under way the next event is mostly nearer than going to sleep and back.
 _SPIN_SECONDS = 100e-6
+_GRACE_SECONDS = 0.05
 # What is queued towards a peer that does not read; frames are small.
 _MOST_UNSENT_BYTES = 8 << 20
 _READ_BYTES = 1 << 16
@@ -275,10 +276,12 @@ class Connection:
         self._progressing = False
         if self.error is not None:
             return
-        if self._channel.progress():
+        if self._channel.progress() and self.error is None:
             self._idle_since = time.monotonic()
             self._soon()
             return
+        if self.error is not None:
+            return  # by what was done just now
         spinning = self._channel.pending and time.monotonic() - self._idle_since < _SPIN_SECONDS
         if spinning or not self._channel.arm():
             self._soon()
@@ -313,12 +316,25 @@ class Connection:
             task.cancel()
         # Not close(): what is unsent to a peer that does not read would keep the socket open.
         self._writer.transport.abort()
-        self._loop.run_in_executor(None, self._channel.destroy).add_done_callback(self._over)
+        # Soon, not now: this may be called from within the channel.
+        self._loop.call_soon(self._over, time.monotonic() + _GRACE_SECONDS)
 
-    def _over(self, _: asyncio.Future[None]) -> None:
+    def _over(self, until: float) -> None:
         assert self.error is not None
+        # UCX may notice the end by itself, and finish what it has begun.
+        if self._channel.pending and time.monotonic() < until:
+            self._channel.progress()
+            self._loop.call_later(0.002, self._over, until)
+            return
+        self._channel.destroy()
         self.incoming.clear()
         self.closed(self.error)
+
+    async def settle(self, seconds: float) -> None:
+        """Let what has begun to arrive or to leave finish, at most for so long."""
+        until = time.monotonic() + seconds
+        while self.error is None and self._channel.pending and time.monotonic() < until:
+            await asyncio.sleep(0.001)
 
 
 # -- greeting --------------------------------------------------------------------------------------

@@ -2,11 +2,10 @@
 
 What UCX 1.21 was seen to do, and what follows from it:
 
-* Over TCP and shared memory, after an endpoint has been closed by force some receives never
-  complete and the peer's data still lands in their buffers, as long as the worker is progressed. So
-  every connection has a worker of its own, and giving a connection up means destroying it: only
-  then is a buffer handed back.
-* A request cannot be cancelled once its message has begun to arrive.
+* A request cannot be cancelled once its message has begun to arrive. Closing its endpoint by force
+  was seen to leave it unfinished for ever, to write the peer's data into its buffer later, and to
+  hang; but nothing is written while nobody progresses the worker. So every connection has a worker
+  of its own, and one that is given up in the middle of a message is never progressed again.
 * Endpoints without peer error handling end the process when the peer dies. With it, UCX leaves out
   shared memory unless ``UCX_POSIX_ERROR_HANDLING=y`` says otherwise.
 * A peer that writes into our memory (rendezvous by put) may do so after we gave it up. Ours is
@@ -16,6 +15,7 @@ What UCX 1.21 was seen to do, and what follows from it:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import struct
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .. import metrics
 from ..errors import TransportError, UnsupportedError
 
 try:
@@ -173,13 +174,35 @@ class Channel:
         return bool(self._worker.arm())
 
     def destroy(self) -> None:
-        """Give everything up, at once. When this returns UCX holds no buffer any more."""
-        if self._endpoint is not None:
-            with contextlib.suppress(Exception):  # an endpoint that failed is as good as closed
-                self._endpoint.close_blocking(period=10**9, max_attempts=1)
-        # The worker goes when nothing refers to it; a request that never completed does.
-        self._pending.clear()
-        self._endpoint = self._worker = self._context = None
+        """Give everything up, at once: from now on UCX touches no buffer. Never waits."""
+        worker, endpoint, context = self._worker, self._endpoint, self._context
+        pending, self._pending = self._pending, []
+        self._worker = self._endpoint = self._context = None
+        if pending:
+            _park(worker, endpoint, context, [request for request, _, _ in pending])
+        else:
+            # Closing progresses the worker until the peer has answered or failed.
+            args = (worker, endpoint, context)
+            threading.Thread(target=_release, args=args, daemon=True, name="lynx-ucx-close").start()
+
+
+def _release(worker: Any, endpoint: Any, context: Any) -> None:
+    if endpoint is not None:
+        with contextlib.suppress(Exception):  # an endpoint that failed is as good as closed
+            endpoint.close_blocking(period=10**9, max_attempts=1)
+    del endpoint, worker, context
+
+
+def _park(*objects: Any) -> None:
+    """Leave a worker as it is, for ever: about 2 MB and a dozen descriptors.
+
+    Data that had begun to arrive is what UCX can neither cancel nor be trusted to finish: closing
+    the endpoint was seen to leave requests that never complete, to write to their buffers later,
+    and to hang. What nobody progresses does none of this. Nor can its descriptors be closed: UCX
+    knows them by number, and refuses a new worker that is given one of them.
+    """
+    metrics.PARKED_WORKERS.inc()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
 
 
 def _went_through(request: Any) -> bool:
