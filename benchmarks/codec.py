@@ -137,7 +137,7 @@ def measure(kv: torch.Tensor, jobs: Operations, rounds: int) -> list[dict[str, o
 def peak_scratch(pipe: multiprocessing.connection.Connection) -> None:
     """Growth of the peak resident size while one page is encoded and decoded, outputs excluded."""
     torch.set_num_threads(1)
-    kv, codec = torch.randn(PAGE).to(torch.bfloat16), Codec(threads=1)
+    kv, codec = torch.randn(PAGE).to(torch.bfloat16), Codec(CodecSpec(), threads=1)
     codec.decode(*codec.encode(kv[:, :1]))  # compiles
     out = torch.zeros_like(kv)
 

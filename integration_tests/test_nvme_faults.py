@@ -20,8 +20,10 @@ import pytest
 
 from lynx_backend.errors import ConfigError, TierError, TierFullError
 from lynx_backend.keys import ChunkKey, ObjectName, Part
+from lynx_backend.testing import BoundedTierConformance
 from lynx_backend.testing.tiers import UNIT, anchor, chunk, content, residual
-from lynx_backend.tiers import NvmeTier, TierStats
+from lynx_backend.tiers import NvmeTier, Tier, TierStats
+from lynx_backend.tiers.object_file import ObjectFiles
 
 NOBODY, SOMEBODY = 65534, 12345
 LOCK_BYTES = 512 * 1024  # at least what the lock file takes
@@ -139,12 +141,13 @@ def write_forever(path: Path, max_bytes: int, seed: int, pipe: int) -> None:
             os.write(pipe, b"!")
 
 
-def test_a_writer_killed_at_any_instant(tmp_path):
+@pytest.mark.parametrize("kills", [45, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_writer_killed_at_any_instant(tmp_path, kills):
     max_bytes = 200 * UNIT
     rng = random.Random(5)
     survivor = NvmeTier(tmp_path, max_bytes)
     halves_left = objects_checked = 0
-    for seed in range(45):
+    for seed in range(kills):
         child = Child(lambda pipe, seed=seed: write_forever(tmp_path, max_bytes, seed, pipe))
         assert os.read(child.output, 1) == b"!"
         time.sleep(rng.uniform(0, 0.02))  # the random instant
@@ -167,7 +170,7 @@ def test_a_writer_killed_at_any_instant(tmp_path):
             assert is_whole(name, data)
             objects_checked += 1
     assert halves_left > 0  # else no kill hit a put
-    assert objects_checked > 45
+    assert objects_checked > kills
 
 
 def test_two_processes_write_the_same_keys_in_little_room(tmp_path):
@@ -445,6 +448,40 @@ class TestFilesOfAnotherUser:
         )
         assert NvmeTier(path, 100 * UNIT).stats() == TierStats(UNIT, 100 * UNIT, 1, 0)
         assert not temp.exists()
+
+
+class TestConformancePastThePageCache(BoundedTierConformance):
+    """The suite's objects are smaller than those that are read and written so by default."""
+
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "tier"
+
+    def make_tier(self, max_bytes: int) -> NvmeTier:
+        tier = NvmeTier(self.path, max_bytes)
+        if not tier.direct:
+            pytest.skip(f"the file system of {self.path} does not take O_DIRECT")
+        tier._files = ObjectFiles(str(self.path / "lock"), direct_from=1)
+        return tier
+
+    def reopen(self, tier: Tier, max_bytes: int) -> NvmeTier:
+        tier.close()
+        return self.make_tier(max_bytes)
+
+
+class TestConformanceOnTmpfs(BoundedTierConformance):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> Iterator[None]:
+        self.path = tmp_path / "disk"
+        with tmpfs(self.path, 1 << 25):
+            yield
+
+    def make_tier(self, max_bytes: int) -> NvmeTier:
+        return NvmeTier(self.path / "tier", max_bytes)
+
+    def reopen(self, tier: Tier, max_bytes: int) -> NvmeTier:
+        tier.close()
+        return NvmeTier(self.path / "tier", max_bytes)
 
 
 def test_out_of_file_descriptors(tmp_path):

@@ -9,6 +9,7 @@ from .errors import (
     LynxError,
     TierError,
     TierFullError,
+    TierUnavailableError,
     TransportError,
     UnsupportedError,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "LynxError",
     "TierError",
     "TierFullError",
+    "TierUnavailableError",
     "TransportError",
     "UnsupportedError",
 ]

@@ -76,8 +76,24 @@ def _convert(kind: str, value: Any) -> object:
     raise ConfigError(f"expected {wanted[kind]}, got {value!r} ({type(value).__name__})")
 
 
-def _size(default: int, least: int) -> Any:
+def redacted(url: str) -> str:
+    """A URL without the password that it may hold."""
+    head, at, tail = url.rpartition("@")
+    scheme, slashes, user = head.partition("://")
+    name, colon, _ = user.partition(":")
+    return f"{scheme}{slashes}{name}{colon}{'***' if colon else ''}{at}{tail}"
+
+
+def _size(default: int | None, least: int) -> Any:
     return field(default=default, metadata={"least_bytes": least})
+
+
+def _number(default: float | None, above: float) -> Any:
+    return field(default=default, metadata={"above": above})
+
+
+def _secret() -> Any:
+    return field(default=None, repr=False, metadata={"secret": True})
 
 
 class _Section:
@@ -98,8 +114,16 @@ def _fields(section: type) -> tuple[Field[Any], ...]:
 
 def _checked(f: Field[Any], value: Any) -> object:
     least = f.metadata.get("least_bytes")
+    if f.metadata.get("secret") and value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError("expected a text (it is not shown, being a secret)")
     if least is None:
-        return _convert(str(f.type), value)
+        converted = _convert(str(f.type), value)
+        above = f.metadata.get("above")
+        if isinstance(converted, (int, float)) and above is not None and converted <= above:
+            raise ConfigError(f"must be more than {above:g}, got {converted:g}")
+        return converted
+    if value is None and f.default is None:
+        return None
     size = parse_size(value)
     if size < least:
         raise ConfigError(f"must be at least {least} bytes, got {size}")
@@ -120,7 +144,7 @@ class CodecConfig(_Section):
         calibration: path of the model's calibration file, made by ``lynx calibrate``.
     """
 
-    profile: str = "linear"
+    profile: str = "adaptive"
     anchor_bits: int | None = None
     residual_bits: int | None = None
     chunk: int | None = None
@@ -137,10 +161,17 @@ class MemoryConfig(_Section):
     Attributes:
         enabled: whether there is one.
         max_bytes: most bytes it holds; an integer or a text such as "4GiB".
+        quota_bytes: most bytes that one identity (a model, a rank and a salt) takes of them.
+        low_watermark: share of a limit that is used after room had to be made; 1 evicts no more
+            than is needed.
+        pinned: whether the memory is page-locked; by default, if there is a GPU.
     """
 
     enabled: bool = True
     max_bytes: int = _size(4 << 30, least=1)
+    quota_bytes: int | None = _size(None, least=1)
+    low_watermark: float = _number(1.0, above=0)
+    pinned: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -151,11 +182,117 @@ class NvmeConfig(_Section):
         path: its folder; without one there is no such tier.
         max_bytes: most bytes it holds; an integer or a text such as "64GiB".
         min_free_bytes: bytes of the file system it leaves free for others.
+        quota_bytes, low_watermark: as for the memory.
+        direct: whether to read and write past the page cache where the file system allows it.
     """
 
     path: str | None = None
     max_bytes: int = _size(64 << 30, least=1)
     min_free_bytes: int = _size(1 << 30, least=0)
+    quota_bytes: int | None = _size(None, least=1)
+    low_watermark: float = _number(1.0, above=0)
+    direct: bool = True
+
+
+@dataclass(frozen=True)
+class RedisConfig(_Section):
+    """A Redis or Valkey server, and how its tier uses it.
+
+    Attributes:
+        url: where it is; without one there is no such tier. Forms are listed in
+            ``redis_client``.
+        username, password: of the ACL user, or the password alone; the password comes from
+            ``LYNX_REDIS_PASSWORD``, a file, or the URL, and is never shown.
+        password_file: a file that holds the password, its last newline not being part of it.
+        sentinel_username, sentinel_password, sentinel_password_file: the same for the Sentinels.
+        tls_ca_file: certificates of who may sign the server's; default: the system's.
+        tls_cert_file, tls_key_file: what this client shows to a server that asks for it.
+        tls_check_hostname: whether the server's certificate must name the host of the URL.
+        key_prefix: what every key begins with, before a colon.
+        connections: most connections this process opens (to each node of a cluster).
+        timeout_seconds: how long an answer, or a part of one, may be waited for.
+        connect_timeout_seconds: how long a connection may take.
+        retries: how often a failed call is tried again, after an exponential backoff with jitter.
+        max_object_bytes: largest value that is read into memory.
+        ttl_seconds: the server forgets an object so long after its last use; by default never.
+        renew_on_read: whether reading an object counts as a use for this.
+    """
+
+    url: str | None = field(default=None, repr=False, metadata={"url": True})
+    username: str | None = None
+    password: str | None = _secret()
+    password_file: str | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = _secret()
+    sentinel_password_file: str | None = None
+    tls_ca_file: str | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    tls_check_hostname: bool = True
+    key_prefix: str = "lynx"
+    connections: int = _number(4, above=0)
+    timeout_seconds: float = _number(2.0, above=0)
+    connect_timeout_seconds: float = _number(1.0, above=0)
+    retries: int = _number(2, above=-1)
+    max_object_bytes: int = _size(256 << 20, least=1)
+    ttl_seconds: float | None = _number(None, above=0)
+    renew_on_read: bool = True
+
+
+@dataclass(frozen=True)
+class TieringConfig(_Section):
+    """How the tiers work together.
+
+    Attributes:
+        write_behind_bytes: bytes that may wait to be written to each of the slower tiers; what
+            would be more is skipped. With 0 a put waits for all tiers, and nothing is promoted.
+    """
+
+    write_behind_bytes: int = _size(512 << 20, least=0)
+
+
+@dataclass(frozen=True)
+class PeersConfig(_Section):
+    """Other nodes, and what all nodes share.
+
+    Attributes:
+        nodes: ``host:port`` of each node to read from, with commas between them; none by default.
+        secret: what a node must know to be talked to; from ``LYNX_PEERS_SECRET`` or a file.
+        secret_file: a file that holds it, its last newline not being part of it.
+        model, layout: when set, only nodes that have set the same, or nothing, are talked to.
+        timeout_seconds: silence after which a peer counts as dead.
+        fetch_seconds: how long an object may take.
+        anchor_wait_seconds: most time that residuals under way may cost an arriving anchor.
+        max_object_bytes: largest object that is given or taken.
+    """
+
+    nodes: str | None = None
+    secret: str | None = _secret()
+    secret_file: str | None = None
+    model: str | None = None
+    layout: str | None = None
+    timeout_seconds: float = _number(5.0, above=0)
+    fetch_seconds: float = _number(10.0, above=0)
+    anchor_wait_seconds: float = _number(0.005, above=0)
+    max_object_bytes: int = _size(1 << 30, least=1)
+
+
+@dataclass(frozen=True)
+class ServeConfig(_Section):
+    """What ``lynx serve`` offers, and where.
+
+    Attributes:
+        host, port: where it listens; 0 is any free port.
+        accept_puts: whether peers may put objects.
+        metrics_port: where Prometheus metrics are shown, on the loopback only; none by default.
+        drain_seconds: how long unfinished requests may take after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = _number(7430, above=-1)
+    accept_puts: bool = False
+    metrics_port: int | None = _number(None, above=0)
+    drain_seconds: float = _number(10.0, above=0)
 
 
 @dataclass(frozen=True)
@@ -163,13 +300,17 @@ class LynxConfig:
     """All settings.
 
     Attributes:
-        codec, memory, nvme: the sections.
+        codec, memory, nvme, redis, tiering, peers, serve: the sections.
         origins: by key (``"nvme.path"``), where a value was found; filled in by :meth:`load`.
     """
 
     codec: CodecConfig = field(default_factory=CodecConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
+    redis: RedisConfig = field(default_factory=RedisConfig)
+    tiering: TieringConfig = field(default_factory=TieringConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -209,16 +350,28 @@ class LynxConfig:
         return cls(**sections, origins={key: origin for key, (_, origin) in found.items()})
 
     def describe(self) -> list[tuple[str, object, str]]:
-        """Every setting as (key, value, where it came from), in order."""
+        """Every setting as (key, value, where it came from), in order; secrets as ``***``."""
         lines = []
         for key, f in _KNOWN.items():
             value = getattr(getattr(self, key.split(".")[0]), f.name)
             made = "default" if value == f.default else "inline"
+            if value is not None and f.metadata.get("secret"):
+                value = "***"
+            if value is not None and f.metadata.get("url"):
+                value = redacted(value)
             lines.append((key, value, self.origins.get(key, made)))
         return lines
 
 
-_SECTIONS: dict[str, Any] = {"codec": CodecConfig, "memory": MemoryConfig, "nvme": NvmeConfig}
+_SECTIONS: dict[str, Any] = {
+    "codec": CodecConfig,
+    "memory": MemoryConfig,
+    "nvme": NvmeConfig,
+    "redis": RedisConfig,
+    "tiering": TieringConfig,
+    "peers": PeersConfig,
+    "serve": ServeConfig,
+}
 _KNOWN: dict[str, Field[Any]] = {
     f"{section}.{f.name}": f for section, kind in _SECTIONS.items() for f in _fields(kind)
 }
@@ -288,4 +441,9 @@ def _from_mapping(given: Mapping[str, Any], origin: str) -> Iterator[tuple[str, 
             key = f"{section}.{name}"
             if key not in _KNOWN:
                 raise _unknown("setting", key, origin, list(_KNOWN))
+            if _KNOWN[key].metadata.get("secret") and origin != "inline":
+                raise ConfigError(
+                    f"{key} ({origin}) is a secret and not read from this file: set "
+                    f"{PREFIX}{key.replace('.', '_').upper()}, or name a file in {key}_file"
+                )
             yield key, (value, origin)

@@ -35,5 +35,9 @@ class TierFullError(TierError):
     """A tier has no room, and evicting what it may evict would not make enough."""
 
 
+class TierUnavailableError(TierError):
+    """A tier has failed lately and is not asked for now. It is tried again by itself."""
+
+
 class TransportError(LynxError):
     """A peer or link failed, closed or did not answer within its limit."""

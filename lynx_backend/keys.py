@@ -36,6 +36,9 @@ class Part(IntEnum):
         return self.name.lower()
 
 
+_PARTS = {str(part.value): part for part in Part}
+
+
 @dataclass(frozen=True)
 class CacheIdentity:
     """Everything that must be equal for one process to use KV that another one computed.
@@ -67,7 +70,7 @@ class CacheIdentity:
         return h.digest()
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class ChunkKey:
     """The key of one chunk: 16 bytes of identity and 16 bytes of token-prefix hash."""
 
@@ -80,6 +83,10 @@ class ChunkKey:
                 f"a ChunkKey is two digests of {DIGEST_BYTES} bytes, got {len(self.identity)} and "
                 f"{len(self.prefix)}; make keys with chunk_keys() or ChunkKey.parse()"
             )
+
+    def __hash__(self) -> int:
+        # Indexes hash a million of these at start-up, and bytes remember their hash.
+        return hash(self.prefix)
 
     def __str__(self) -> str:
         return self.identity.hex() + self.prefix.hex()
@@ -105,26 +112,39 @@ class ChunkKey:
         return ObjectName(self, part)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class ObjectName:
     """One part of one chunk: what a tier stores bytes under. ``str()`` is safe as a file name."""
 
     key: ChunkKey
     part: Part
 
+    def __hash__(self) -> int:
+        return hash(self.key.prefix) ^ self.part
+
     def __str__(self) -> str:
         return f"{self.key}.{int(self.part)}"
 
     @classmethod
-    def parse(cls, text: str) -> ObjectName:
-        """Read a name back from ``str(name)``; raises InvalidInputError when it is not one."""
+    def of(cls, text: str) -> ObjectName | None:
+        """Read a name back from ``str(name)``; None when it is not one."""
         m = _NAME_TEXT.fullmatch(text)
-        if not m or int(m[2]) not in list(Part):
+        part = _PARTS.get(m[2]) if m else None
+        if m is None or part is None:
+            return None
+        raw = bytes.fromhex(m[1])
+        return cls(ChunkKey(raw[:DIGEST_BYTES], raw[DIGEST_BYTES:]), part)
+
+    @classmethod
+    def parse(cls, text: str) -> ObjectName:
+        """As :meth:`of`, but InvalidInputError when it is not one."""
+        name = cls.of(text)
+        if name is None:
             raise InvalidInputError(
                 f"{text!r} is not an object name: expected 64 lower-case hex digits, a dot and a "
                 f"part number from 0 to {max(Part)}"
             )
-        return cls(ChunkKey.parse(m[1]), Part(int(m[2])))
+        return name
 
 
 def chunk_keys(

@@ -9,15 +9,12 @@ never the request.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TypeVar
 
 import torch
 
-from . import metrics, wire
+from . import wire
 from .codec import Calibration, Codec, CodecSpec
 from .config import CodecConfig, LynxConfig
 from .errors import (
@@ -25,14 +22,12 @@ from .errors import (
     CorruptObjectError,
     FormatMismatchError,
     InvalidInputError,
-    TierError,
 )
 from .keys import ChunkKey, ObjectName, Part
-from .logs import warn_limited
-from .tiers import MemoryTier, NvmeTier, Tier
+from .tier_access import Found, TierAccess
+from .tiers import GuardedTier, MemoryTier, NvmeTier, Tier
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class Presence(IntEnum):
@@ -53,12 +48,23 @@ class ChunkStore:
     Args:
         codec: how chunks are encoded; a chunk of another spec is a miss.
         tiers: at least one, with different names.
+        write_behind_bytes: with 0, :meth:`put` waits for every tier, and nothing is promoted. Else
+            tiers that wait for a device are written to later, by threads of their own, and what a
+            tier answers is also written into those before it. This many bytes may wait for each
+            tier; what would be more is skipped, and counted as that.
+        peers: read from when no tier has a chunk, never written to; closed with the store.
 
     Raises:
         InvalidInputError: no tiers, or two with one name.
     """
 
-    def __init__(self, codec: Codec, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        tiers: Sequence[Tier],
+        write_behind_bytes: int = 0,
+        peers: Tier | None = None,
+    ) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) < len(names):
             raise InvalidInputError(
@@ -66,24 +72,33 @@ class ChunkStore:
             )
         self.codec = codec
         self.tiers = tuple(tiers)
+        self._promotes = write_behind_bytes > 0
+        self._wire_spec = codec.spec.pack()
+        self._accesses = [
+            TierAccess(tier, self._check_header, self.validate, write_behind_bytes)
+            for tier in tiers
+        ]
+        self._readable = list(self._accesses)
+        if peers is not None:
+            self._readable.append(TierAccess(peers, self._check_header, self.validate, 0))
 
     @classmethod
-    def from_config(cls, config: LynxConfig) -> ChunkStore:
+    def from_config(cls, config: LynxConfig, with_peers: bool = True) -> ChunkStore:
         """The store that a configuration describes.
+
+        Args:
+            with_peers: whether it also reads from ``peers.nodes``. A node that is itself a peer
+                answers only for what it holds: else two would ask each other for ever.
 
         Raises:
             ConfigError: a tier's place or the calibration file cannot be used.
             InvalidInputError: the codec's numbers are out of range, or no tier is configured.
+            UnsupportedError: a tier needs a package that is not installed.
         """
         codec = codec_from_config(config.codec)
-        tiers: list[Tier] = []
-        if config.memory.enabled:
-            tiers.append(MemoryTier(config.memory.max_bytes))
-        if config.nvme.path is not None:
-            tiers.append(
-                NvmeTier(config.nvme.path, config.nvme.max_bytes, config.nvme.min_free_bytes)
-            )
-        return cls(codec, tiers)
+        tiers = tiers_from_config(config)
+        peers = peers_from_config(config, codec) if with_peers else None
+        return cls(codec, tiers, config.tiering.write_behind_bytes, peers)
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -94,19 +109,17 @@ class ChunkStore:
             kv: as for ``Codec.encode``.
 
         Returns:
-            True when at least one tier now holds the whole chunk.
+            True when at least one tier now holds the whole chunk, or will if it can write it.
 
         Raises:
             InvalidInputError: ``kv`` cannot be encoded. A tier's failure is not raised.
         """
         anchor, residual = self.codec.encode(kv, key.digest)
-        parts = [(Part.RESIDUAL, residual), (Part.ANCHOR, anchor)]
-        kept = [
-            all(self._put(tier, key.object(part), data.numpy().data) for part, data in parts)
-            for tier in self.tiers
+        objects = [
+            (key.object(Part.RESIDUAL), residual.numpy().data),
+            (key.object(Part.ANCHOR), anchor.numpy().data),
         ]
-        for tier in self.tiers:
-            self._measure(tier)
+        kept = [self._write(access, objects) for access in self._accesses]
         return any(kept)
 
     def get(self, key: ChunkKey, out: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -118,17 +131,17 @@ class ChunkStore:
         Raises:
             InvalidInputError: ``out`` does not have the shape and dtype of the chunk.
         """
-        for tier in self.tiers:
-            anchor = self._load(tier, key.object(Part.ANCHOR))
+        for access in self._readable:
+            anchor, residual = access.get(objects_of([key]))
             if anchor is None:
+                if residual is not None:
+                    access.accept(residual)
                 continue
-            residual = self._residual_of(wire.parse(anchor), key, tier)
-            if residual is None:
-                continue
-            try:
-                return self.codec.decode(anchor, residual, out, key.digest)
-            except (CorruptObjectError, FormatMismatchError) as e:
-                self._discard(tier, objects_of([key]), e)
+            parts = [(access, anchor), self._residual_for(anchor, residual, access)]
+            kv = self._decode(key, parts, out)
+            if kv is not None:
+                self._promote(parts)
+                return kv
         return None
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
@@ -141,20 +154,29 @@ class ChunkStore:
         """Forget chunks; absent ones are no error."""
         # Anchors first: without its anchor a chunk cannot be found, whatever happens then.
         for part in Part:
-            names = [key.object(part) for key in keys]
-            for tier in self.tiers:
-                with self._guarded(tier, "delete"):
-                    tier.delete(names)
+            for access in self._accesses:
+                access.delete([key.object(part) for key in keys])
 
     # -- objects, for the progressive path and transports ------------------------------------------
 
     def load(self, name: ObjectName) -> memoryview | None:
         """One object's bytes, checked against its checksums, key and spec, or None."""
-        for tier in self.tiers:
-            data = self._load(tier, name)
-            if data is not None:
-                return data
+        for access in self._readable:
+            (found,) = access.get([name])
+            if found is not None and access.accept(found):
+                self._promote([(access, found)])
+                return found.data
         return None
+
+    def keep(self, name: ObjectName, data: memoryview) -> bool:
+        """Put an object that another node made, once it is checked; whether a tier took it.
+
+        Raises:
+            CorruptObjectError, FormatMismatchError: it is not the object of that name.
+        """
+        self.validate(name, data)
+        kept = [self._write(access, [(name, data)]) for access in self._accesses]
+        return any(kept)
 
     def validate(self, name: ObjectName, data: wire.Buffer) -> wire.Header:
         """Check that ``data`` is the object called ``name``, made by this store's codec spec.
@@ -168,111 +190,91 @@ class ChunkStore:
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
         """Size in bytes of each object in the first tier that has it, None where it is absent."""
         found: list[int | None] = [None] * len(names)
-        for tier in self.tiers:
-            with self._guarded(tier, "lookup"):
-                sizes = tier.sizes(names)
-                found = [b if a is None else a for a, b in zip(found, sizes, strict=True)]
+        for access in self._readable:
+            missing = [i for i, size in enumerate(found) if size is None]
+            if not missing:
+                break
+            for i, size in zip(missing, access.sizes([names[i] for i in missing]), strict=True):
+                found[i] = size
         return found
 
-    def close(self) -> None:
-        """Close all tiers."""
-        for tier in self.tiers:
-            tier.close()
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until what :meth:`put` left for later is written; whether it is."""
+        done = [access.flush(timeout) for access in self._accesses]
+        return all(done)
 
-    def _residual_of(self, anchor: wire.Header, key: ChunkKey, tier: Tier) -> memoryview | None:
-        """The residual for an anchor found in ``tier``; evicted there, another may have it."""
-        for other in (tier, *(t for t in self.tiers if t is not tier)):
-            residual = self._load(other, key.object(Part.RESIDUAL))
-            if residual is None:
+    def close(self) -> None:
+        """Write what waits, for some seconds at most, and close all tiers."""
+        for access in self._readable:
+            access.close()
+
+    # -- details -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _write(access: TierAccess, objects: list[tuple[ObjectName, memoryview]]) -> bool:
+        return access.put(objects) if access.tier.in_memory else access.put_later(objects)
+
+    def _promote(self, parts: Sequence[tuple[TierAccess, Found | None]]) -> None:
+        """Also write each object into the tiers before the one it was found in, residual first."""
+        for at, access in enumerate(self._accesses if self._promotes else []):
+            objects = [
+                (found.name, found.data)
+                for holder, found in reversed(parts)
+                if found is not None and holder in self._readable[at + 1 :]
+            ]
+            if objects:
+                access.put_later(objects, "promote")
+
+    def _check_header(self, name: ObjectName, data: wire.Buffer) -> wire.Header:
+        header = wire.parse(data)
+        wire.expect(header, name.part, self._wire_spec, name.key.digest)
+        return header
+
+    def _residual_for(
+        self, anchor: Found, residual: Found | None, access: TierAccess
+    ) -> tuple[TierAccess, Found | None]:
+        """The residual found beside an anchor, or, as it may be evicted there, in another tier."""
+        name = anchor.name.key.object(Part.RESIDUAL)
+        if residual is not None:
+            try:
+                wire.expect_same_chunk(anchor.header, residual.header)
+                return access, residual
+            except FormatMismatchError as e:  # two writers of one key met: neither half is of use
+                access.discard(objects_of([name.key]), e)
+                return access, None
+        for other in self._readable:
+            (found,) = other.get([name]) if other is not access else [None]
+            if found is None:
                 continue
             try:
-                wire.expect_same_chunk(anchor, wire.parse(residual))
-                return residual
-            except FormatMismatchError as e:
-                if other is tier:  # two writers of one key met here: neither half is of use
-                    self._discard(tier, objects_of([key]), e)
-                    return None
-        return None
+                wire.expect_same_chunk(anchor.header, found.header)
+                return other, found
+            except FormatMismatchError:
+                other.accept(found)  # of use there
+        return access, None
 
-    # -- one tier ----------------------------------------------------------------------------------
-
-    def _put(self, tier: Tier, name: ObjectName, data: memoryview) -> bool:
-        with self._timed(tier, name, "put") as record:
-            try:
-                tier.put(name, data)
-            except TierError as e:
-                record("error")
-                self._failed(tier, "put", e)
-                return False
-            record("ok")
-        metrics.BYTES.labels(name.part.label, tier.name, "in").inc(len(data))
-        return True
-
-    def _load(self, tier: Tier, name: ObjectName) -> memoryview | None:
-        with self._timed(tier, name, "get") as record:
-            try:
-                data = tier.get(name)
-            except TierError as e:
-                record("error")
-                self._failed(tier, "get", e)
-                return None
-            if data is None:
-                record("miss")
-                return None
-            try:
-                self.validate(name, data)
-            except CorruptObjectError as e:
-                record("corrupt")
-                self._discard(tier, [name], e)
-                return None
-            except FormatMismatchError as e:
-                # Whole, and perhaps of use to whoever wrote it: another version, another spec.
-                record("mismatch")
-                self._refused(tier, e, f"not using {name}")
-                return None
-            record("hit")
-        metrics.BYTES.labels(name.part.label, tier.name, "out").inc(len(data))
-        return data
-
-    def _discard(self, tier: Tier, names: list[ObjectName], why: Exception) -> None:
-        self._refused(tier, why, f"removing {', '.join(map(str, names))}")
-        with self._guarded(tier, "delete"):
-            tier.delete(names)
-
-    @contextmanager
-    def _guarded(self, tier: Tier, op: str) -> Iterator[None]:
+    def _decode(
+        self,
+        key: ChunkKey,
+        parts: list[tuple[TierAccess, Found | None]],
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Q_full from an anchor and its residual; None, and each of them accounted for, if not."""
+        found = [(access, each) for access, each in parts if each is not None]
+        checked = False
         try:
-            yield
-        except TierError as e:
-            self._failed(tier, op, e)
-
-    @staticmethod
-    def _refused(tier: Tier, why: Exception, what: str) -> None:
-        kind = type(why).__name__
-        metrics.ERRORS.labels(kind).inc()
-        warn_limited(logger, f"{tier.name}-{kind}", "tier %s: %s: %s", tier.name, what, why)
-
-    @staticmethod
-    def _failed(tier: Tier, op: str, why: TierError) -> None:
-        metrics.ERRORS.labels(type(why).__name__).inc()
-        warn_limited(logger, f"{tier.name}-{op}", "tier %s failed to %s: %s", tier.name, op, why)
-
-    @contextmanager
-    def _timed(self, tier: Tier, name: ObjectName, op: str) -> Iterator[Callable[[str], None]]:
-        part, start = name.part.label, time.perf_counter()
-
-        def record(result: str) -> None:
-            metrics.OBJECTS.labels(part, tier.name, op, result).inc()
-            metrics.OP_SECONDS.labels(part, tier.name, op).observe(time.perf_counter() - start)
-
-        yield record
-
-    def _measure(self, tier: Tier) -> None:
-        with self._guarded(tier, "stats"):
-            stats = tier.stats()
-            metrics.TIER_BYTES.labels(tier.name).set(stats.used_bytes)
-            metrics.TIER_CAPACITY_BYTES.labels(tier.name).set(stats.capacity_bytes)
-            metrics.ANCHOR_ONLY_CHUNKS.labels(tier.name).set(stats.anchor_only)
+            if len(found) < len(parts):
+                return None
+            anchor, residual = (each.data for _, each in found)
+            kv = self.codec.decode(anchor, residual, out, key.digest)
+            checked = True
+            return kv
+        except (CorruptObjectError, FormatMismatchError):
+            return None
+        finally:
+            # Decoding reads every byte; only when it did not come to that they are read once more.
+            for access, each in found:
+                access.accept(each, checked)
 
 
 def objects_of(keys: Sequence[ChunkKey]) -> list[ObjectName]:
@@ -295,6 +297,48 @@ class StoredObjects:
         return self._store.load(name)
 
 
+def tiers_from_config(config: LynxConfig) -> list[Tier]:
+    """The tiers that a configuration describes, fastest first.
+
+    Raises:
+        as ``ChunkStore.from_config``.
+    """
+    tiers: list[Tier] = []
+    memory, nvme = config.memory, config.nvme
+    if memory.enabled:
+        pinned = torch.cuda.is_available() if memory.pinned is None else memory.pinned
+        limits = (memory.max_bytes, memory.quota_bytes, memory.low_watermark)
+        tiers.append(MemoryTier(*limits, pinned=pinned))
+    if nvme.path is not None:
+        tier = NvmeTier(
+            nvme.path,
+            nvme.max_bytes,
+            nvme.min_free_bytes,
+            nvme.direct,
+            nvme.quota_bytes,
+            nvme.low_watermark,
+        )
+        tiers.append(GuardedTier(tier))
+    if config.redis.url is not None:
+        from .tiers.redis import RedisTier  # needs a package that not everybody has
+
+        tiers.append(GuardedTier(RedisTier(config.redis), full_is_failure=True))
+    return tiers
+
+
+def peers_from_config(config: LynxConfig, codec: Codec) -> Tier | None:
+    """The peers that a configuration names; None when it names none.
+
+    Raises:
+        as ``ChunkStore.from_config``.
+    """
+    if config.peers.nodes is None:
+        return None
+    from . import peers  # needs a package that not everybody has
+
+    return peers.peers_from_config(config.peers, codec.spec.fingerprint)
+
+
 def codec_from_config(config: CodecConfig) -> Codec:
     """The codec that a configuration's codec section describes.
 
@@ -309,4 +353,10 @@ def codec_from_config(config: CodecConfig) -> Codec:
         calibration = None if path is None else Calibration.load(path)
     except OSError as e:
         raise ConfigError(f"cannot read the calibration {path}: {e}") from e
-    return Codec(CodecSpec(**given), calibration=calibration)
+    codec = Codec(CodecSpec(**given), calibration=calibration)
+    if codec.spec.profile == "adaptive" and calibration is None:
+        logger.warning(
+            "codec.calibration is not set: anchors have about twice the error they could have at "
+            "the same size. Run `lynx calibrate` once for this model and name its file there"
+        )
+    return codec

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_codec import DTYPES, SPLITS, bits_of, hostile_kv, layout_of, payload, random_kv, same_bits
 
 from lynx_backend import Codec, CodecSpec, CorruptObjectError, FormatMismatchError, wire
-from lynx_backend.codec import Calibration, adaptive_cpu
+from lynx_backend.codec import Calibration, adaptive_cpu_encode
 from lynx_backend.codec import adaptive_reference as reference
 from lynx_backend.errors import InvalidInputError
 from lynx_backend.layout import KVLayout
@@ -90,7 +90,7 @@ def test_widths_add_up_and_match_the_reference(data: st.DataObject, d: int):
     )
     total = data.draw(st.integers(d, 8 * d))
     width = np.empty(d, np.int64)
-    adaptive_cpu._set_widths(ranges, priority, total, np.empty(d, np.int64), width)
+    adaptive_cpu_encode._set_widths(ranges, priority, total, np.empty(d, np.int64), width)
     floats = ranges.view(np.float16).astype(np.float32)[None]
     assert np.array_equal(width, reference.widths_of(floats, priority[None].astype(int), total)[0])
     assert width.sum() == total

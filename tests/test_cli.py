@@ -124,7 +124,7 @@ def test_inspect_lists_and_shows(folder: Path, lynx):
     assert str(KEY) in listed.stdout
     shown = lynx("inspect", str(KEY)[:10], **environ)
     assert shown.returncode == 0
-    for text in ("(2, 1, 40, 1, 8) bfloat16", "profile='linear'", "whole", str(KEY)):
+    for text in ("(2, 1, 40, 1, 8) bfloat16", "profile='adaptive'", "whole", str(KEY)):
         assert text in shown.stdout
     assert shown.stdout.count("whole") == 2
     assert lynx("inspect", "ffff", **environ).returncode == 1
@@ -146,3 +146,34 @@ def test_inspect_shows_a_file(lynx):
     done = lynx("inspect", GOLDEN)
     assert done.returncode == 0
     assert "whole" in done.stdout
+
+
+def test_inspect_verifies_everything_and_removes_what_is_damaged(folder: Path, lynx):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    done = lynx("inspect", "--verify", **environ)
+    assert done.returncode == 0
+    assert "tier nvme: 2 objects whole, 0 damaged" in done.stdout
+    (residual,) = folder.rglob(str(KEY.object(Part.RESIDUAL)))
+    data = bytearray(residual.read_bytes())
+    data[300] ^= 1
+    residual.write_bytes(data)
+    for arguments, said in ((["--verify"], "1 damaged,"), (["--verify", "--remove"], "removed")):
+        done = lynx("inspect", *arguments, **environ)
+        assert done.returncode == 1
+        assert str(KEY.object(Part.RESIDUAL)) in done.stdout.replace("\n", "")
+        assert said in done.stdout
+    assert lynx("inspect", "--verify", **environ).returncode == 0
+    assert list(NvmeTier(folder, 1 << 20).names()) == [KEY.object(Part.ANCHOR)]
+
+
+def test_inspect_removes_a_chunk_and_nothing_else(folder: Path, lynx):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    assert lynx("inspect", "--remove", **environ).returncode == 2
+    assert lynx("inspect", "ffff", "--remove", **environ).returncode == 1
+    done = lynx("inspect", str(KEY), "--remove", "--tier", "redis", **environ)
+    assert done.returncode == 2
+    assert "no redis is configured" in done.stderr
+    done = lynx("inspect", str(KEY), "--remove", "--tier", "nvme", **environ)
+    assert done.returncode == 0
+    assert "removed 2 objects" in done.stdout
+    assert list(NvmeTier(folder, 1 << 20).names()) == []

@@ -24,9 +24,9 @@ def load(file=None, inline=None, **environ):
 def test_defaults():
     config = load()
     assert config == LynxConfig()
-    assert config.codec.profile == "linear"
+    assert config.codec.profile == "adaptive"
     assert config.codec.anchor_bits is None
-    assert config.memory == MemoryConfig(enabled=True, max_bytes=4 << 30)
+    assert config.memory == MemoryConfig(enabled=True, max_bytes=4 << 30, pinned=None)
     assert config.nvme == NvmeConfig(path=None, max_bytes=64 << 30, min_free_bytes=1 << 30)
 
 
@@ -53,7 +53,8 @@ def test_describe_names_every_setting_its_value_and_where_it_came_from(write):
     assert by_key["nvme.path"] == ("/kv", "environment LYNX_NVME_PATH")
     assert by_key["memory.enabled"] == (True, "default")
     assert len(lines) == sum(
-        len(dataclasses.fields(getattr(LynxConfig(), s))) for s in ("codec", "memory", "nvme")
+        len(dataclasses.fields(getattr(LynxConfig(), s)))
+        for s in ("codec", "memory", "nvme", "redis", "tiering", "peers", "serve")
     )
 
 

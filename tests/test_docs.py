@@ -35,7 +35,9 @@ def test_the_configuration_page_shows_the_defaults(tmp_path: Path):
     page = ROOT / "docs" / "configuration.md"
     (text,) = blocks(page, "yaml")
     shown = yaml.safe_load(text)
-    assert shown.pop("nvme").keys() == {"path", "max_bytes", "min_free_bytes"}
+    assert shown.pop("nvme").keys() == {
+        *("path", "max_bytes", "min_free_bytes", "low_watermark", "direct")
+    }
     assert LynxConfig.load(inline=shown, environ={}) == LynxConfig.load(environ={})
 
 

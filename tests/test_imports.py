@@ -17,12 +17,15 @@ ALLOWED: dict[str, set[str]] = {
     "layout": {"errors"},
     "keys": {"errors"},
     "logs": set(),
-    "metrics": set(),
+    "metrics": {"errors"},
+    "redis_client": {"errors", "config"},
     "wire": {"errors", "keys", "layout"},
     "codec": {"errors", "keys", "layout", "wire"},
-    "tiers": {"errors", "config", "keys", "logs", "metrics"},
-    "transport": {"errors", "config", "keys", "logs", "metrics"},
-    "store": FOUNDATION | {"codec", "tiers"},
+    "tiers": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
+    "transport": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
+    "tier_access": FOUNDATION | {"tiers"},
+    "peers": {"errors", "config", "keys", "logs", "metrics", "tiers", "transport"},
+    "store": FOUNDATION | {"codec", "tiers", "tier_access", "peers"},
     "progressive": FOUNDATION | {"codec", "tiers", "transport", "store"},
 }
 ALLOWED["engines"] = {*ALLOWED}
@@ -34,7 +37,7 @@ ALLOWED["cli"] = {*ALLOWED}
 
 #: Packages that only some installations have, and the one place each may be imported in.
 OPTIONAL = {
-    "redis": "tiers/redis.py",
+    "redis": "redis_client.py",
     "ucxx": "transport/ucx.py",
     "cupy": "codec/cuda.py",
     "prometheus_client": "metrics.py",

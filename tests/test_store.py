@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -201,7 +202,7 @@ def test_a_chunk_that_fits_nowhere_is_not_stored():
 
 def test_a_residual_goes_before_its_anchor_under_pressure():
     size = sum(map(len, Codec().encode(cache())))
-    store = ChunkStore(Codec(), [MemoryTier(int(3.6 * size))])
+    store = ChunkStore(Codec(), [MemoryTier(int(3.7 * size))])
     for n, key in enumerate(KEYS):
         assert store.put(key, cache(n))
     assert store.lookup(KEYS) == [Presence.COARSE] + [Presence.FULL] * 3
@@ -260,3 +261,105 @@ def test_calibration_from_config(tmp_path: Path):
     codec["calibration"] = str(tmp_path / "none.npz")
     with pytest.raises(ConfigError, match=r"none\.npz"):
         ChunkStore.from_config(LynxConfig.load(inline={"codec": codec}, environ={}))
+
+
+class HeldTier(MemoryTier):
+    """A slow device: a put waits until it is let through."""
+
+    name = "slow"
+    in_memory = False
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.let_through = threading.Event()
+
+    def put(self, name: ObjectName, data: bytes) -> None:
+        assert self.let_through.wait(20)
+        super().put(name, data)
+
+
+def count(op: str, result: str, tier: str) -> float:
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    labels = {"part": "anchor", "tier": tier, "op": op, "result": result}
+    return registry.get_sample_value("lynx_objects_total", labels) or 0.0
+
+
+class TestWriteBehind:
+    size = sum(map(len, Codec().encode(cache())))
+
+    @pytest.fixture
+    def slow(self) -> HeldTier:
+        return HeldTier(1 << 20)
+
+    @pytest.fixture
+    def store(self, slow: HeldTier):
+        store = ChunkStore(Codec(), [MemoryTier(1 << 20), slow], int(2.5 * self.size))
+        yield store
+        slow.let_through.set()
+        store.close()
+
+    def test_a_put_waits_for_memory_only(self, store: ChunkStore, slow: HeldTier):
+        written = count("put", "ok", "slow")
+        assert store.put(KEYS[0], cache())
+        assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+        assert not store.flush(0)
+        assert list(slow.names()) == []
+        assert count("put", "ok", "slow") == written, "counted when it is done"
+        slow.let_through.set()
+        assert store.flush(20)
+        assert len(list(slow.names())) == 2
+        assert count("put", "ok", "slow") == written + 1
+
+    def test_a_full_queue_skips_and_says_so(self, store: ChunkStore, slow: HeldTier):
+        skipped = count("put", "skipped", "slow")
+        for key in KEYS[:3]:
+            assert store.put(key, cache())
+        assert count("put", "skipped", "slow") == skipped + 1
+        slow.let_through.set()
+        assert store.flush(20)
+        assert slow.sizes([KEYS[2].object(Part.ANCHOR)]) == [None]
+        assert store.lookup(KEYS[:3]) == [Presence.FULL] * 3
+
+    def test_what_is_removed_does_not_come_back(self, store: ChunkStore, slow: HeldTier):
+        for key in KEYS[:2]:
+            store.put(key, cache())
+        slow.let_through.set()
+        store.remove(KEYS[:2])
+        assert store.flush(20)
+        assert store.lookup(KEYS[:2]) == [Presence.ABSENT] * 2
+
+    def test_what_a_slow_tier_answers_is_promoted_whole(self, store: ChunkStore, slow: HeldTier):
+        slow.let_through.set()
+        store.put(KEYS[0], cache())
+        assert store.flush(20)
+        memory = store.tiers[0]
+        names = [KEYS[0].object(part) for part in Part]
+        promoted = count("promote", "ok", "memory")
+        for lost in (names, names[1:]):
+            memory.delete(lost)
+            assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+            assert store.flush(20)
+            assert None not in memory.sizes(names)
+        memory.delete(names)
+        for name in names:
+            assert store.load(name) is not None
+        assert store.flush(20)
+        assert None not in memory.sizes(names)
+        assert count("promote", "ok", "memory") == promoted + 2
+
+    def test_damaged_and_coarse_chunks_are_not_promoted(self, store: ChunkStore, slow: HeldTier):
+        slow.let_through.set()
+        for key in KEYS[:2]:
+            store.put(key, cache())
+        assert store.flush(20)
+        anchor, residual = (KEYS[0].object(part) for part in Part)
+        damaged = bytearray(slow.get(residual))
+        damaged[-1] ^= 1
+        slow.put(residual, damaged)
+        slow.delete([KEYS[1].object(Part.RESIDUAL)])
+        store.tiers[0].delete([each.object(part) for each in KEYS[:2] for part in Part])
+        assert store.get(KEYS[0]) is None
+        assert store.get(KEYS[1]) is None
+        assert store.flush(20)
+        assert list(store.tiers[0].names()) == []
+        assert slow.sizes([anchor, residual])[1] is None, "the damaged one is removed"

@@ -1,11 +1,11 @@
 import pytest
 
 from lynx_backend.errors import ConfigError
-from lynx_backend.testing import TierConformance
+from lynx_backend.testing import BoundedTierConformance
 from lynx_backend.tiers import MemoryTier
 
 
-class TestMemoryTier(TierConformance):
+class TestMemoryTier(BoundedTierConformance):
     def make_tier(self, max_bytes: int) -> MemoryTier:
         return MemoryTier(max_bytes)
 

@@ -45,7 +45,7 @@ def check(config: ConfigOption = None) -> None:
     try:
         objects = _check_codec(console, store, key, sample)
         healthy = [_check_tier(console, tier, key, objects) for tier in store.tiers]
-        stored = store.put(key, sample)
+        stored = store.put(key, sample) and store.flush()
         found = store.get(key)
         same = found is not None and torch.equal(found, store.codec.decode(*objects))
     finally:
@@ -62,6 +62,8 @@ def check(config: ConfigOption = None) -> None:
 
 def _show_settings(console: Console, settings: LynxConfig, spec: CodecSpec) -> None:
     table = Table("setting", "value", "from", title="Settings")
+    table.columns[1].overflow = "fold"
+    table.columns[2].no_wrap = True
     for key, value, origin in settings.describe():
         if value is None and key.startswith("codec.") and key != "codec.calibration":
             value, origin = getattr(spec, key.removeprefix("codec.")), f"profile {spec.profile}"
@@ -130,10 +132,14 @@ def _check_tier(
         return False
     console.print(table)
     stats = tier.stats()
-    console.print(
-        f"holds {stats.objects} objects, {stats.used_bytes / 1e6:.1f} of "
-        f"{stats.capacity_bytes / 1e6:.0f} MB; {stats.anchor_only} chunks have only their anchor"
-    )
+    used = f"{stats.used_bytes / 1e6:.1f} of {stats.capacity_bytes / 1e6:.0f} MB"
+    if tier.keeps_capacity:
+        console.print(
+            f"holds {stats.objects} objects, {used}; {stats.anchor_only} chunks have only their "
+            "anchor"
+        )
+    else:
+        console.print(f"the server uses {used}")
     return True
 
 

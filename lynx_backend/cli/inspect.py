@@ -1,8 +1,10 @@
-"""``lynx inspect``: what is stored, and what an object's bytes say of themselves."""
+"""``lynx inspect``: what is stored, what an object's bytes say of themselves, and removing it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +14,11 @@ from rich.table import Table
 
 from .. import wire
 from ..codec import CodecSpec
-from ..config import LynxConfig
+from ..config import LynxConfig, MemoryConfig
 from ..errors import ConfigError, CorruptObjectError, FormatMismatchError, InvalidInputError
 from ..keys import ObjectName, Part
-from ..tiers import NvmeTier, Tier
+from ..store import tiers_from_config
+from ..tiers import Tier
 from .options import ConfigOption
 
 _MOST_LISTED = 50
@@ -31,32 +34,75 @@ def inspect(
         ),
     ] = None,
     config: ConfigOption = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(help="Only this tier: nvme or redis.", show_default=False),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every object and check all of its bytes.")
+    ] = False,
+    remove: Annotated[
+        bool,
+        typer.Option(
+            "--remove",
+            help="Remove the objects of KEY; with --verify, those of them that are damaged.",
+        ),
+    ] = False,
 ) -> None:
     """Show stored objects: header, sizes, and whether every byte is as it was written.
 
-    Exits with 1 when nothing is found, or when an object shown is damaged.
+    Exits with 1 when nothing is found, or when an object shown or verified is damaged.
     """
     console = Console()
     if key is not None and Path(key).is_file():
         raise typer.Exit(0 if _show(console, key, Path(key).read_bytes(), None) else 1)
-    settings = LynxConfig.load(config)
-    if settings.nvme.path is None:
-        raise ConfigError(
-            "no tier outlives its process: set nvme.path (file) or LYNX_NVME_PATH, or give the "
-            "path of a file that holds an object"
+    if remove and key is None and not verify:
+        raise InvalidInputError(
+            "--remove needs a KEY, or --verify to remove what is damaged; to remove everything, "
+            "delete the folder or flush the server"
         )
-    nvme = settings.nvme
-    tier = NvmeTier(settings.nvme.path, nvme.max_bytes, nvme.min_free_bytes)
+    # What is in memory is another process's.
+    settings = replace(LynxConfig.load(config), memory=MemoryConfig(enabled=False))
+    tiers = [each for each in tiers_from_config(settings) if tier in (None, each.name)]
+    if not tiers:
+        raise ConfigError(
+            f"no {tier or 'tier'} is configured that outlives its process: set nvme.path or "
+            "redis.url (file), LYNX_NVME_PATH or LYNX_REDIS_URL, or give the path of a file that "
+            "holds an object"
+        )
     try:
-        ok = _list(console, tier) if key is None else _show_matching(console, tier, key)
+        found = {each.name: _matching(each, key) for each in tiers}
+        if key is not None and not any(found.values()):
+            console.print(f"nothing is stored under {key!r}; `lynx inspect` lists the keys")
+            raise typer.Exit(1)
+        ok = True
+        for each in tiers:
+            names = found[each.name]
+            if verify:
+                ok = _verify(console, each, names, remove) and ok
+            elif remove:
+                each.delete(names)
+                console.print(f"tier {each.name}: removed {len(names)} objects")
+            elif key is None:
+                _list(console, each, names)
+            else:
+                ok = _show_all(console, each, names) and ok
     finally:
-        tier.close()
+        for each in tiers:
+            each.close()
     raise typer.Exit(0 if ok else 1)
 
 
-def _list(console: Console, tier: Tier) -> bool:
+def _matching(tier: Tier, text: str | None) -> list[ObjectName]:
+    names = [name for name in tier.names() if text is None or str(name).startswith(text)]
+    if text is not None and len({name.key for name in names}) > 1:
+        raise InvalidInputError(f"{text!r} fits several chunks; give more digits of the key")
+    return sorted(names)
+
+
+def _list(console: Console, tier: Tier, names: Sequence[ObjectName]) -> None:
     chunks: dict[str, set[Part]] = defaultdict(set)
-    for name in tier.names():
+    for name in names:
         chunks[str(name.key)].add(name.part)
     table = Table("chunk key", *(part.label for part in Part), title=f"Tier {tier.name}")
     table.columns[0].overflow = "fold"
@@ -64,26 +110,52 @@ def _list(console: Console, tier: Tier) -> bool:
         table.add_row(text, *("yes" if part in chunks[text] else "" for part in Part))
     console.print(table)
     more = max(0, len(chunks) - _MOST_LISTED)
+    coarse = sum(parts == {Part.ANCHOR} for parts in chunks.values())
     stats = tier.stats()
     console.print(
-        f"{len(chunks)} chunks{f' ({more} not shown)' if more else ''}, {stats.objects} objects, "
-        f"{stats.used_bytes / 1e6:.1f} of {stats.capacity_bytes / 1e6:.0f} MB"
+        f"{len(chunks)} chunks{f' ({more} not shown)' if more else ''}, {coarse} of them with only "
+        f"their anchor, {len(names)} objects, {stats.used_bytes / 1e6:.1f} of "
+        f"{stats.capacity_bytes / 1e6:.0f} MB"
     )
-    return True
 
 
-def _show_matching(console: Console, tier: Tier, text: str) -> bool:
-    names = sorted(name for name in tier.names() if str(name).startswith(text))
-    if len({name.key for name in names}) > 1:
-        raise InvalidInputError(f"{text!r} fits several chunks; give more digits of the key")
-    if not names:
-        console.print(f"nothing is stored under {text!r}; `lynx inspect` lists the keys")
-        return False
+def _verify(console: Console, tier: Tier, names: Sequence[ObjectName], remove: bool) -> bool:
+    """Read and check objects; whether none is damaged."""
+    whole = foreign = size = 0
+    damaged: list[ObjectName] = []
+    for name in names:
+        data = tier.get(name)
+        if data is None:
+            continue  # evicted since it was listed
+        size += len(data)
+        try:
+            header = wire.verify(data)
+            wire.expect(header, name.part, header.spec, name.key.digest)
+            whole += 1
+        except CorruptObjectError as e:
+            damaged.append(name)
+            console.print(f"[red]damaged[/red] {name}: ", end="")
+            console.print(str(e), markup=False)
+        except FormatMismatchError as e:
+            foreign += 1
+            console.print(f"[yellow]foreign[/yellow] {name}: ", end="")
+            console.print(str(e), markup=False)
+    if remove and damaged:
+        tier.delete(damaged)
+    console.print(
+        f"tier {tier.name}: {whole} objects whole, {len(damaged)} damaged"
+        f"{' and removed' if remove and damaged else ''}, {foreign} of something else, "
+        f"{size / 1e6:.1f} MB read"
+    )
+    return not damaged
+
+
+def _show_all(console: Console, tier: Tier, names: Sequence[ObjectName]) -> bool:
     intact = []
     for name in names:
         data = tier.get(name)
         if data is not None:  # evicted since it was listed
-            intact.append(_show(console, str(name), data, name))
+            intact.append(_show(console, f"tier {tier.name}: {name}", data, name))
     return all(intact)
 
 

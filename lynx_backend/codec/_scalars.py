@@ -89,6 +89,36 @@ def float_to_u8(_: Any, x: Any) -> Any:
 
 
 @intrinsic
+def magnitude(_: Any, x: Any) -> Any:
+    """Bits of abs(float32) as int32: sorts as the size does, with infinity and NaN above all."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.and_(b.bitcast(args[0], _I32), _I32(0x7FFFFFFF))
+
+    return types.int32(types.float32), emit
+
+
+@intrinsic
+def upper_byte(_: Any, x: Any, bits: Any) -> Any:
+    """What a whole float32 in [0, 65535] has above its lowest ``bits`` bits, as uint8."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.trunc(b.lshr(b.fptosi(args[0], _I32), b.trunc(args[1], _I32)), _I8)
+
+    return types.uint8(types.float32, types.int64), emit
+
+
+@intrinsic
+def lower_byte(_: Any, x: Any) -> Any:
+    """The lowest eight bits of a whole float32 in [0, 65535]."""
+
+    def emit(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.trunc(b.fptosi(args[0], _I32), _I8)
+
+    return types.uint8(types.float32), emit
+
+
+@intrinsic
 def u8_to_float(_: Any, x: Any) -> Any:
     """uint8 to float32."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import CorruptObjectError, FormatMismatchError, InvalidInputError
 from ..keys import Part
 from ..layout import KVLayout
-from . import adaptive_cpu
+from . import adaptive_cpu, adaptive_cpu_encode
 from .adaptive_reference import AdaptivePlan, total_bits
 from .calibration import Calibration
 from .scheme import Bytes, CacheMemory, Ints, Scheme, Spread
@@ -36,7 +36,7 @@ class AdaptiveScheme(Scheme):
         priority = tables.priority.reshape(layout.layers, layout.channels)
 
         def run(first: int, last: int) -> int:
-            bad: int = adaptive_cpu.encode_layers(
+            bad: int = adaptive_cpu_encode.encode_layers(
                 memory.words, memory.dtype, memory.strides, _shape(layout),
                 tables.cos, tables.sin, tables.table, priority,
                 self._totals(layout), self._curve, spec.residual_bits, spec.page_tokens,

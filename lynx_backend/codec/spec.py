@@ -11,9 +11,9 @@ from ..errors import FormatMismatchError, InvalidInputError
 from ..layout import KVLayout
 from ..wire import SPEC_BYTES
 
-#: Profiles by wire number. ``linear``: chunk minimum and maximum on a uniform grid.
+#: Profiles by wire number. ``linear``: chunk minimum and maximum on a uniform grid, the fastest.
 #: ``paper``: chunk mean and largest deviation with a logarithmic (α-law) magnitude grid.
-#: ``adaptive``: one scale a page and channel, and bits that follow what a channel needs.
+#: ``adaptive``, the default: one scale a page and channel, bits that follow what a channel needs.
 PROFILES = ("linear", "paper", "adaptive")
 _DEFAULTS: dict[str, dict[str, float | int]] = {
     "linear": {"chunk": 32, "alpha": 0.0, "exact_tokens": 4},
@@ -37,7 +37,7 @@ class CodecSpec:
     """How a KV cache is quantized. Two codecs agree exactly when their specs are equal.
 
     Attributes:
-        profile: ``"linear"``, ``"paper"`` or ``"adaptive"``; see ``docs/codec.md``.
+        profile: ``"adaptive"``, ``"linear"`` or ``"paper"``; see ``docs/codec.md``.
         anchor_bits: bits an element in the anchor, 2 to 8.
         residual_bits: bits an element in the residual, 0 to 8 - anchor_bits.
         chunk: tokens that share a scale; divides page_tokens. ``adaptive`` has one scale a page.
@@ -51,7 +51,7 @@ class CodecSpec:
             set by ``Codec``.
     """
 
-    profile: str = "linear"
+    profile: str = "adaptive"
     anchor_bits: int = 4
     residual_bits: int = 4
     chunk: int = None  # type: ignore[assignment]  # filled in below, like alpha and exact_tokens
@@ -95,7 +95,7 @@ class CodecSpec:
         if self.chunk != self.page_tokens or self.exact_tokens:
             raise InvalidInputError(
                 "profile adaptive has one scale a page and one exact token in every head and page: "
-                "leave chunk and exact_tokens out"
+                "leave chunk and exact_tokens out, or take profile linear"
             )
         if not _HEX.fullmatch(self.calibration):
             raise InvalidInputError(

@@ -44,7 +44,8 @@ def content(name: ObjectName, size: int, version: int = 0) -> bytes:
 class TierConformance(ABC):
     """Subclass it as ``class TestMyTier(TierConformance)``, and pytest runs it on your tier.
 
-    Use a fixture with ``autouse=True`` for what :meth:`make_tier` needs.
+    Use a fixture with ``autouse=True`` for what :meth:`make_tier` needs. A tier that keeps its
+    capacity itself takes :class:`BoundedTierConformance`.
     """
 
     @abstractmethod
@@ -105,13 +106,20 @@ class TierConformance(ABC):
         assert tier.sizes(names) == [None if i % 2 else i // 2 + 1 for i in range(50)]
         assert tier.sizes([]) == []
 
-    def test_empty_object(self) -> None:
+    def test_refuses_an_empty_object(self) -> None:
         tier = self.make_tier(8 * UNIT)
-        tier.put(anchor(0), b"")
-        got = tier.get(anchor(0))
-        assert got is not None
-        assert got.nbytes == 0
-        assert tier.sizes([anchor(0)]) == [0]
+        with pytest.raises(InvalidInputError, match="at least one byte"):
+            tier.put(anchor(0), b"")
+        assert tier.sizes([anchor(0)]) == [None]
+
+    def test_get_many_is_get_of_each(self) -> None:
+        tier = self.make_tier(32 * UNIT)
+        names = [chunk(i).object(part) for i in range(10) for part in Part]
+        self.put(tier, *names[::2])
+        got = tier.get_many([*names, names[0]])
+        wanted = [None if i % 2 else content(name, UNIT) for i, name in enumerate(names)]
+        assert [None if view is None else bytes(view) for view in got] == [*wanted, wanted[0]]
+        assert tier.get_many([]) == []
 
     @pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "float view", "2-D view"])
     def test_takes_any_contiguous_buffer(self, kind: str) -> None:
@@ -141,20 +149,6 @@ class TierConformance(ABC):
         data[:] = bytes(UNIT)
         assert self.read(tier, anchor(0)) == content(anchor(0), UNIT)
 
-    def test_a_view_outlives_its_object(self) -> None:
-        tier = self.make_tier(4 * UNIT)
-        self.put(tier, anchor(0), anchor(1), anchor(2))
-        views = [tier.get(anchor(i)) for i in range(3)]
-        tier.put(anchor(0), content(anchor(0), UNIT, version=1))
-        tier.delete([anchor(1)])
-        for i in range(10, 20):
-            self.put(tier, anchor(i))
-        assert self.held(tier, anchor(0), anchor(1), anchor(2)) == [False] * 3
-        tier.close()
-        assert [bytes(view or b"") for view in views] == [
-            content(anchor(i), UNIT) for i in range(3)
-        ]
-
     def test_replace(self) -> None:
         tier = self.make_tier(8 * UNIT)
         self.put(tier, anchor(1))
@@ -162,14 +156,8 @@ class TierConformance(ABC):
             data = content(anchor(0), units * UNIT, version)
             tier.put(anchor(0), data)
             assert self.read(tier, anchor(0)) == data
-            assert tier.stats() == TierStats((units + 1) * UNIT, 8 * UNIT, 2, 2)
-
-    def test_replace_where_both_versions_do_not_fit(self) -> None:
-        tier = self.make_tier(3 * UNIT)
-        for version in range(3):
-            data = content(anchor(0), 3 * UNIT, version)
-            tier.put(anchor(0), data)
-            assert self.read(tier, anchor(0)) == data
+            if tier.keeps_capacity:
+                assert tier.stats() == TierStats((units + 1) * UNIT, 8 * UNIT, 2, 2)
 
     def test_delete(self) -> None:
         tier = self.make_tier(8 * UNIT)
@@ -191,6 +179,114 @@ class TierConformance(ABC):
         for name in tier.names():
             tier.delete([name])
         assert list(tier.names()) == []
+
+    def test_threads(self) -> None:
+        """Every get sees one version whole, whatever the others put, evict and delete."""
+        capacity = 12 * UNIT
+        tier = self.make_tier(capacity)
+        names = [chunk(i).object(part) for i in range(4) for part in Part]
+        versions = {
+            name: {content(name, units * UNIT, v) for v, units in enumerate([1, 2, 3])}
+            for name in names
+        }
+        failures: list[str] = []
+        hits = [0] * 4
+
+        def work(worker: int) -> None:
+            rng = random.Random(worker)
+            for _ in range(60):
+                name = rng.choice(names)
+                what = rng.random()
+                try:
+                    if what < 0.4:
+                        tier.put(name, rng.choice(sorted(versions[name])))
+                    elif what < 0.45:
+                        tier.delete([name])
+                    elif what < 0.5:
+                        if tier.stats().used_bytes > tier.stats().capacity_bytes:
+                            failures.append("over capacity")
+                    elif (got := self.read(tier, name)) is not None:
+                        hits[worker] += 1
+                        if got not in versions[name]:
+                            failures.append(f"{name}: {len(got)} bytes nobody put")
+                except TierFullError:
+                    pass  # the others are using all of it just now
+                except Exception as e:
+                    failures.append(repr(e))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert all(hits)
+        left = list(tier.names())
+        assert all(self.read(tier, name) in versions[name] for name in left)
+        if tier.keeps_capacity:
+            sizes = [size or 0 for size in tier.sizes(left)]
+            assert tier.stats().used_bytes == sum(sizes) <= capacity
+
+    def test_stats_are_within_the_capacity(self) -> None:
+        tier = self.make_tier(8 * UNIT)
+        before = tier.stats()
+        self.put(tier, residual(0), anchor(0), anchor(1), units=2)
+        stats = tier.stats()
+        assert before.used_bytes < stats.used_bytes <= stats.capacity_bytes
+        assert stats.objects in (None, 3)
+        assert stats.anchor_only in (None, 1)
+
+    def test_closed(self) -> None:
+        tier = self.make_tier(8 * UNIT)
+        self.put(tier, anchor(0))
+        tier.close()
+        tier.close()
+        for call in (
+            lambda: tier.put(anchor(1), b"x"),
+            lambda: tier.get(anchor(0)),
+            lambda: tier.get_many([anchor(0), residual(0)]),
+            lambda: tier.sizes([anchor(0)]),
+            lambda: tier.delete([anchor(0)]),
+            lambda: tier.names(),
+            lambda: tier.stats(),
+        ):
+            with pytest.raises(TierError, match="closed"):
+                call()
+
+    def test_reopen_finds_everything(self) -> None:
+        tier = self.make_tier(8 * UNIT)
+        self.put(tier, residual(0), anchor(0), anchor(1))
+        before = tier.stats()
+        again = self.reopen(tier, 8 * UNIT)
+        if tier.keeps_capacity:
+            assert again.stats() == before
+        for name in (residual(0), anchor(0), anchor(1)):
+            assert self.read(again, name) == content(name, UNIT)
+
+
+class BoundedTierConformance(TierConformance):
+    """The same for a tier that keeps its capacity itself (``Tier.keeps_capacity``)."""
+
+    def test_a_view_outlives_its_object(self) -> None:
+        tier = self.make_tier(4 * UNIT)
+        self.put(tier, anchor(0), anchor(1), anchor(2))
+        views = [tier.get(anchor(i)) for i in range(3)]
+        tier.put(anchor(0), content(anchor(0), UNIT, version=1))
+        tier.delete([anchor(1)])
+        for i in range(10, 20):
+            self.put(tier, anchor(i))
+        assert self.held(tier, anchor(0), anchor(1), anchor(2)) == [False] * 3
+        tier.close()
+        assert [bytes(view or b"") for view in views] == [
+            content(anchor(i), UNIT) for i in range(3)
+        ]
+
+    def test_replace_where_both_versions_do_not_fit(self) -> None:
+        tier = self.make_tier(3 * UNIT)
+        for version in range(3):
+            data = content(anchor(0), 3 * UNIT, version)
+            tier.put(anchor(0), data)
+            assert self.read(tier, anchor(0)) == data
 
     def test_stats(self) -> None:
         tier = self.make_tier(8 * UNIT)
@@ -340,7 +436,7 @@ class TierConformance(ABC):
                 tier.delete([name])
                 latest.pop(name, None)
             else:
-                latest[name] = content(name, rng.randrange(4 * UNIT), step)
+                latest[name] = content(name, rng.randrange(1, 4 * UNIT), step)
                 tier.put(name, latest[name])
             names = list(tier.names())
             sizes = tier.sizes(names)
@@ -352,77 +448,6 @@ class TierConformance(ABC):
             residuals = {n.key for n in names if n.part == Part.RESIDUAL}
             assert stats.anchor_only == len(anchors - residuals)
             assert all(self.read(tier, n) == latest[n] for n in names)
-
-    def test_threads(self) -> None:
-        """Every get sees one version whole, whatever the others put, evict and delete."""
-        capacity = 12 * UNIT
-        tier = self.make_tier(capacity)
-        names = [chunk(i).object(part) for i in range(4) for part in Part]
-        versions = {
-            name: {content(name, units * UNIT, v) for v, units in enumerate([1, 2, 3])}
-            for name in names
-        }
-        failures: list[str] = []
-        hits = [0] * 4
-
-        def work(worker: int) -> None:
-            rng = random.Random(worker)
-            for _ in range(60):
-                name = rng.choice(names)
-                what = rng.random()
-                try:
-                    if what < 0.4:
-                        tier.put(name, rng.choice(sorted(versions[name])))
-                    elif what < 0.45:
-                        tier.delete([name])
-                    elif what < 0.5:
-                        if tier.stats().used_bytes > capacity:
-                            failures.append("over capacity")
-                    elif (got := self.read(tier, name)) is not None:
-                        hits[worker] += 1
-                        if got not in versions[name]:
-                            failures.append(f"{name}: {len(got)} bytes nobody put")
-                except TierFullError:
-                    pass  # the others are using all of it just now
-                except Exception as e:
-                    failures.append(repr(e))
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
-        assert all(hits)
-        left = list(tier.names())
-        assert all(self.read(tier, name) in versions[name] for name in left)
-        sizes = [size or 0 for size in tier.sizes(left)]
-        assert tier.stats().used_bytes == sum(sizes) <= capacity
-
-    def test_closed(self) -> None:
-        tier = self.make_tier(8 * UNIT)
-        self.put(tier, anchor(0))
-        tier.close()
-        tier.close()
-        for call in (
-            lambda: tier.put(anchor(1), b"x"),
-            lambda: tier.get(anchor(0)),
-            lambda: tier.sizes([anchor(0)]),
-            lambda: tier.delete([anchor(0)]),
-            lambda: tier.names(),
-            lambda: tier.stats(),
-        ):
-            with pytest.raises(TierError, match="closed"):
-                call()
-
-    def test_reopen_finds_everything(self) -> None:
-        tier = self.make_tier(8 * UNIT)
-        self.put(tier, residual(0), anchor(0), anchor(1))
-        before = tier.stats()
-        again = self.reopen(tier, 8 * UNIT)
-        assert again.stats() == before
-        for name in (residual(0), anchor(0), anchor(1)):
-            assert self.read(again, name) == content(name, UNIT)
 
     def test_reopen_remembers_uses(self) -> None:
         tier = self.make_tier(4 * UNIT)

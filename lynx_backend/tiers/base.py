@@ -19,26 +19,32 @@ class TierStats:
 
     Attributes:
         used_bytes: bytes that count against the capacity.
-        capacity_bytes: the limit the tier keeps.
-        objects: number of objects.
-        anchor_only: chunks whose anchor is present and whose residual is not.
+        capacity_bytes: the limit that holds for the tier.
+        objects: number of objects; None when counting them would take a walk over all.
+        anchor_only: chunks whose anchor is present and whose residual is not; None as before.
     """
 
     used_bytes: int
     capacity_bytes: int
-    objects: int
-    anchor_only: int
+    objects: int | None
+    anchor_only: int | None
 
 
 def flat(data: Buffer) -> memoryview:
-    """``data`` as a 1-D uint8 view; raises InvalidInputError when it is not contiguous."""
+    """``data`` as a 1-D uint8 view.
+
+    Raises:
+        InvalidInputError: it is not contiguous, or empty.
+    """
     view = memoryview(data)
     if not view.c_contiguous:
         raise InvalidInputError(
             f"an object's bytes must be C-contiguous, got shape {view.shape} with strides "
             f"{view.strides}; copy the buffer first"
         )
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    if not view.nbytes:
+        raise InvalidInputError("an object has at least one byte; nothing is stored as nothing")
+    return view.cast("B")
 
 
 class Tier(ABC):
@@ -49,32 +55,41 @@ class Tier(ABC):
     * an object is findable only when it is whole, and stays byte-identical until it is gone;
     * :meth:`put` of an existing name replaces it, and readers see the old bytes, the new bytes or,
       where there is no room for both, a miss;
+    * methods may be called from any thread; failures raise :class:`~lynx_backend.errors.TierError`
+      and leave the tier usable;
+    * after :meth:`close`, which may be repeated, every other method raises TierError.
+
+    Contract of a tier that keeps its capacity itself (:attr:`keeps_capacity`), checked by
+    ``BoundedTierConformance``:
+
     * under pressure the least recently used residual is evicted, and so a chunk's residual before
       its anchor; but while anchors without their residual take more than ``ANCHOR_ONLY_SHARE`` of
       what is held, and when there is no residual, it is the least recently used of those anchors;
     * putting one part of a chunk never evicts its other part;
     * every eviction is counted in ``lynx_objects_total``;
     * an object that could not fit even so is refused before anything is evicted for it;
-    * the capacity holds at every moment, across restarts, and between processes that share it;
-    * methods may be called from any thread; failures raise :class:`~lynx_backend.errors.TierError`
-      and leave the tier usable;
-    * after :meth:`close`, which may be repeated, every other method raises TierError.
+    * the capacity holds at every moment, across restarts, and between processes that share it.
     """
 
     #: short name in metrics and logs, e.g. ``"memory"``.
     name: str
+    #: whether the tier evicts by itself; else a server does, by its own rules
+    keeps_capacity: bool = True
+    #: whether a call returns without waiting for a device, a network or another process
+    in_memory: bool = False
 
     @abstractmethod
     def put(self, name: ObjectName, data: Buffer) -> None:
         """Keep a copy of ``data``; when this returns it is as durable as the tier can make it.
 
         Args:
-            data: C-contiguous, of any item type; not changed by others before this returns.
+            data: C-contiguous, of any item type, at least one byte; not changed by others before
+                this returns.
 
         Raises:
             TierFullError: the object is larger than the tier, or nothing more can be evicted.
             TierError: the bytes could not be written. No trace of them is findable.
-            InvalidInputError: ``data`` is not contiguous.
+            InvalidInputError: ``data`` is not contiguous, or empty.
         """
 
     @abstractmethod
@@ -83,6 +98,10 @@ class Tier(ABC):
 
         The view stays valid and unchanged when the object is replaced, evicted or deleted.
         """
+
+    def get_many(self, names: Sequence[ObjectName]) -> list[memoryview | None]:
+        """What :meth:`get` returns for each name; one round trip where there is one to make."""
+        return [self.get(name) for name in names]
 
     @abstractmethod
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:

@@ -16,6 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -24,8 +25,11 @@ from ..errors import ConfigError, TierError, TierFullError
 from ..keys import ObjectName
 from .base import Buffer, Tier, TierStats, flat
 from .folder_index import FolderIndex, regular_file
+from .limits import Limits
+from .object_file import ObjectFiles
 from .shared_folder import SharedFolder, fsync_directory, try_lock
 
+_READERS = 4
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -36,11 +40,19 @@ class NvmeTier(Tier):
     between processes and survives restarts. Open the tier in each process: an instance must not be
     carried over a fork.
 
+    Objects are read and written past the page cache (O_DIRECT) where the file system takes it;
+    where it does not, a warning says so.
+
     Args:
         path: the folder, made when absent (its owner's only: objects hold what users wrote).
         max_bytes: limit on the sizes of all object files and temporary files together. Processes
             that share a folder should all be given the same.
         min_free_bytes: what a put leaves free on the file system for others.
+        direct: False to use the page cache in any case.
+        quota_bytes, low_watermark: as for ``Limits``.
+
+    Attributes:
+        direct: whether objects are read and written past the page cache.
 
     Raises:
         ConfigError: a limit is out of range, or the folder cannot be used.
@@ -49,26 +61,36 @@ class NvmeTier(Tier):
     name = "nvme"
 
     def __init__(
-        self, path: str | os.PathLike[str], max_bytes: int, min_free_bytes: int = 0
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int,
+        min_free_bytes: int = 0,
+        direct: bool = True,
+        quota_bytes: int | None = None,
+        low_watermark: float = 1.0,
     ) -> None:
-        if max_bytes < 1 or min_free_bytes < 0:
-            raise ConfigError(
-                "the NVMe tier needs max_bytes >= 1 and min_free_bytes >= 0, got "
-                f"{max_bytes} and {min_free_bytes}"
-            )
+        if min_free_bytes < 0:
+            raise ConfigError(f"min_free_bytes of the NVMe tier must be >= 0, got {min_free_bytes}")
+        self._limits = Limits(max_bytes, quota_bytes, low_watermark)
         self._path = Path(path).absolute()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
         self._not_evicted: OSError | None = None
         self._closed = False
+        self._readers = ThreadPoolExecutor(_READERS, "lynx-nvme")
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = SharedFolder(self._path)
-            self._index = FolderIndex(self._folder)
+            self._index = FolderIndex(self._folder, self._limits.catalog())
             with self._index.current():
                 self._evict(self._index.used_bytes - max_bytes, None)
+            self._files = ObjectFiles(self._folder.lock_path, direct)
         except OSError as e:
             raise ConfigError(f"the NVMe tier cannot use {_explain(e, self._path)}") from e
+
+    @property
+    def direct(self) -> bool:
+        return self._files.direct
 
     def put(self, name: ObjectName, data: Buffer) -> None:
         view = flat(data)
@@ -90,14 +112,22 @@ class NvmeTier(Tier):
                 self._folder.check()
                 return None
             try:
-                with open(path, "rb", buffering=0) as f:
-                    data = f.readall()
+                data = self._files.read(path)
             except FileNotFoundError:
                 return None
             with suppress(OSError):  # a read-only disk or another user's file is readable even so
                 now = time.time_ns()
                 os.utime(path, ns=(now, now))
-            return memoryview(data)
+            return data
+
+    def get_many(self, names: Sequence[ObjectName]) -> list[memoryview | None]:
+        if len(names) <= 1 or self._closed:
+            return [self.get(name) for name in names]
+        # A disk does more at once than one thread asks for.
+        try:
+            return list(self._readers.map(self.get, names))
+        except RuntimeError:  # closed in between
+            return [self.get(name) for name in names]
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
         with self._failures("look up objects"):
@@ -126,6 +156,7 @@ class NvmeTier(Tier):
 
     def close(self) -> None:
         self._closed = True
+        self._readers.shutdown(wait=False)
 
     def _store(self, name: ObjectName, view: memoryview) -> None:
         file = str(name)
@@ -133,9 +164,7 @@ class NvmeTier(Tier):
         path, temp_path = self._folder.file(file), self._folder.file(temp)
         try:
             with self._reserve(name, temp, view.nbytes) as f:
-                rest = view
-                while rest:
-                    rest = rest[f.write(rest) :]
+                self._files.write(f.fileno(), view)
                 now = time.time_ns()
                 os.utime(f.fileno(), ns=(now, now))
                 os.fsync(f.fileno())
@@ -151,7 +180,7 @@ class NvmeTier(Tier):
     def _reserve(self, name: ObjectName, temp: str, size: int) -> FileIO:
         """Make room for, create, and open a temporary file of the object's full size."""
         path, temp_path = self._folder.file(str(name)), self._folder.file(temp)
-        with self._index.current():
+        with self._index.current(thorough=False):
             if os.path.lexists(path) and regular_file(path) is None:
                 raise FileExistsError(errno.EEXIST, "not a regular file", path)
             self._make_room(name, size)
@@ -176,16 +205,25 @@ class NvmeTier(Tier):
         disk = os.statvfs(self._path)
         free = disk.f_bavail * disk.f_frsize
         blocks = -(-size // disk.f_frsize) * disk.f_frsize
-        used = self._index.used_bytes
-        need = max(used + size - self._max_bytes, self._min_free_bytes + blocks - free)
-        evictable = self._index.catalog.evictable_bytes(name)
-        if need <= evictable and self._evict(need, name) >= need:
+        short = self._min_free_bytes + blocks - free
+        catalog = self._index.catalog
+        others = self._index.used_bytes - catalog.used_bytes
+        if not any(self._limits.to_evict(catalog, name, size, others, short)):
             return
+        self._index.look_for_others()  # before anything is evicted for what is not there any more
+        others = self._index.used_bytes - catalog.used_bytes
+        if self._limits.fits(catalog, name, size, others, short) and all(
+            self._evict(need, name, identity) >= need
+            for identity, need in self._limits.to_evict(catalog, name, size, others, short)
+        ):
+            return
+        used, evictable = self._index.used_bytes, catalog.evictable_bytes(name)
         message = (
             f"no room for an object of {size} bytes in {self._path}: {used} of "
             f"max_bytes={self._max_bytes} are used, {evictable} of them evictable, and {free} "
             f"bytes of the file system are free, of which min_free_bytes={self._min_free_bytes} "
-            "stay so; raise max_bytes or free space on the file system"
+            f"stay so, and quota_bytes={self._limits.quota_bytes}; raise a limit or free space on "
+            "the file system"
         )
         if self._not_evicted is not None:
             message += (
@@ -193,12 +231,12 @@ class NvmeTier(Tier):
             )
         raise TierFullError(message)
 
-    def _evict(self, need: int, writing: ObjectName | None) -> int:
+    def _evict(self, need: int, writing: ObjectName | None, identity: bytes | None = None) -> int:
         """Remove objects in eviction order until ``need`` bytes are gone; how many are gone."""
         gone = 0
         catalog = self._index.catalog
         self._not_evicted = None
-        with closing(catalog.victims(writing)) as victims:
+        with closing(catalog.victims(writing, identity)) as victims:
             while gone < need and (name := next(victims, None)) is not None:
                 size = catalog.size(name) or 0
                 try:

@@ -57,7 +57,7 @@ class SharedFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fanout = [str(path / f"{i:02x}") for i in range(FANOUT)]
-        self._lock_path = str(path / "lock")
+        self.lock_path = str(path / "lock")
         self._device = os.stat(path).st_dev
         self._mutex = threading.Lock()
         self._fd = -1  # the lock file, while locked
@@ -125,7 +125,7 @@ class SharedFolder:
         while True:
             self.check()
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(self._lock_path, flags, 0o666)
+            fd = os.open(self.lock_path, flags, 0o666)
             try:
                 self._flock(fd, deadline)
                 status = os.fstat(fd)
@@ -152,7 +152,7 @@ class SharedFolder:
 
     def _timeout(self) -> TimeoutError:
         text = f"locked by another process for over {LOCK_WAIT_SECONDS:g} s"
-        return TimeoutError(errno.ETIMEDOUT, text, self._lock_path)
+        return TimeoutError(errno.ETIMEDOUT, text, self.lock_path)
 
 
 def fanout_of(file: str) -> int:
