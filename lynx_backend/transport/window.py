@@ -7,7 +7,7 @@ follows the measured rate; anchors may use as much again, so that one never wait
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
 
 from ..errors import InvalidInputError
 from ..keys import Part
@@ -19,20 +19,10 @@ MOST_FRAGMENT_BYTES = 4 << 20
 MOST_WINDOW_BYTES = 64 << 20
 #: Most messages under way; small ones must not add up to a queue of thousands.
 MOST_MESSAGES = 64
-# How long a rate stays believed when no faster one is seen.
-_RATE_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A message under way, and what was known when it was sent."""
-
-    size: int
-    at: float
-    #: bytes acknowledged until then, when the last of them were, and when those had been sent
-    delivered: int
-    acknowledged_at: float
-    acknowledged_sent_at: float
+# A rate is what arrived in so much time in which the link had work. Over less, a token bucket on
+# the way, or acknowledgements that were held up, look like a faster link.
+_SLICE_SECONDS = 0.05
+_SLICES = 4
 
 
 class Window:
@@ -42,7 +32,7 @@ class Window:
         wait_seconds: most time that residuals under way may cost an arriving anchor. It is kept
             as far as one fragment allows: a link needs longer than that for 256 KiB when it is
             slower than 0.42 Gbit/s.
-        round_trip_seconds: of the idle link; what is under way for so long costs nobody anything.
+        round_trip_seconds: of the idle link, at most: what is on its way for so long costs nobody.
     """
 
     def __init__(
@@ -50,13 +40,12 @@ class Window:
     ) -> None:
         if wait_seconds <= 0:
             raise InvalidInputError(f"wait_seconds must be positive, got {wait_seconds}")
-        self._span = wait_seconds + round_trip_seconds
-        self._sent: dict[int, _Sent] = {}
-        self._delivered = 0
-        self._acknowledged_at = self._acknowledged_sent_at = 0.0
-        # The largest rates seen in this and in the previous period.
-        self._rates = (0.0, 0.0)
-        self._period = float("-inf")
+        self._wait = wait_seconds
+        self._round_trip = round_trip_seconds
+        self._sent: dict[int, tuple[int, float]] = {}
+        self._rates: deque[float] = deque([0.0], _SLICES)
+        # The slice under way: bytes that arrived, busy seconds, and until when they are counted.
+        self._arrived, self._busy, self._counted = 0, 0.0, 0.0
         self.in_flight = 0
         #: bytes that were given room and are not sent yet
         self.reserved = 0
@@ -88,10 +77,8 @@ class Window:
     def sent(self, sequence: int, size: int, now: float) -> None:
         """Note that a message of ``size`` bytes was handed to the link."""
         if not self._sent:
-            # The link had nothing to do: that time says nothing of its rate.
-            self._acknowledged_at = self._acknowledged_sent_at = now
-        last = self._acknowledged_at, self._acknowledged_sent_at
-        self._sent[sequence] = _Sent(size, now, self._delivered, *last)
+            self._counted = now  # the link had nothing to do: that time says nothing of its rate
+        self._sent[sequence] = size, now
         self.in_flight += size
 
     def acknowledged(self, sequence: int, now: float) -> bool:
@@ -99,19 +86,15 @@ class Window:
         sent = self._sent.pop(sequence, None)
         if sent is None:
             return False
-        self.in_flight -= sent.size
-        self._delivered += sent.size
-        self._acknowledged_at, self._acknowledged_sent_at = now, sent.at
-        # What was acknowledged since the message was sent, over the time that took, or that its
-        # sending took: acknowledgements held up on their way arrive faster than the link works.
-        elapsed = max(now - sent.acknowledged_at, sent.at - sent.acknowledged_sent_at)
-        if elapsed > 0:
-            self._learn((self._delivered - sent.delivered) / elapsed, now)
+        size, at = sent
+        self.in_flight -= size
+        self._round_trip = min(self._round_trip, now - at)
+        self._arrived += size
+        self._busy += now - self._counted
+        self._counted = now
+        if self._busy >= _SLICE_SECONDS:
+            self._rates.append(self._arrived / self._busy)
+            self._arrived, self._busy = 0, 0.0
+            span = self._wait + self._round_trip
+            self.size = int(min(max(self.rate * span, FRAGMENT_BYTES), MOST_WINDOW_BYTES))
         return True
-
-    def _learn(self, rate: float, now: float) -> None:
-        if now - self._period > _RATE_SECONDS:
-            self._rates = (0.0, self._rates[0])
-            self._period = now
-        self._rates = (max(self._rates[0], rate), self._rates[1])
-        self.size = int(min(max(self.rate * self._span, FRAGMENT_BYTES), MOST_WINDOW_BYTES))
