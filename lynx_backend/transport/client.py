@@ -124,7 +124,10 @@ class UcxTransport(Transport):
         return self._thread.wait(self._look_up(names), self._options.timeout_seconds)
 
     def fetch(self, request: str, name: ObjectName, out: memoryview | DeviceBuffer) -> Future[bool]:
-        """As ``Transport.fetch``; ``out`` may also be CUDA memory, which UCX then writes to."""
+        """As ``Transport.fetch``; ``out`` may also be CUDA memory, which UCX then writes to.
+
+        Nothing on the device may still be using that memory, on whatever stream.
+        """
         buffer, size = _checked(name, out, writable=True)
         transfer = _Transfer(self, request, name, buffer, size)
         with self._lock:

@@ -68,6 +68,7 @@ class DeviceSlice:
         interface = dict(of.__cuda_array_interface__)
         address, readonly = interface["data"]
         self._of = of
+        self.device = getattr(of, "device", None)
         self.__cuda_array_interface__ = {
             "shape": (length,),
             "typestr": "|u1",
@@ -149,6 +150,8 @@ class Channel:
         self._post(self._endpoint.tag_recv, buffer, tag, done)
 
     def _post(self, call: Callable[..., Any], buffer: Buffer, tag: int, done: Done) -> None:
+        if not isinstance(buffer, memoryview):
+            _make_current(buffer)
         try:
             request = call(Array(buffer), ucx_api.UCXXTag(tag))
         except ucx_api.UCXError as e:
@@ -203,6 +206,15 @@ def _park(*objects: Any) -> None:
     """
     metrics.PARKED_WORKERS.inc()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+
+
+def _make_current(buffer: Buffer) -> None:
+    """Let UCX find the CUDA context of some memory in this thread."""
+    import torch
+
+    device = getattr(buffer, "device", None)
+    index = getattr(device, "index", None) or getattr(device, "id", None) or 0
+    torch.cuda.set_device(index)
 
 
 def _went_through(request: Any) -> bool:
