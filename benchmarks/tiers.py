@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import mmap
 import os
 import platform
 import shutil
@@ -39,6 +38,7 @@ from _redis_servers import Server, running
 from lynx_backend.config import RedisConfig
 from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.tiers import NvmeTier
+from lynx_backend.tiers.arena import page_memory
 from lynx_backend.tiers.redis import RedisTier
 
 MIB = 1 << 20
@@ -185,10 +185,10 @@ class RawFiles:
     def __init__(self, folder: Path, data: bytes, count: int) -> None:
         folder.mkdir()
         self.paths = [str(folder / str(i)) for i in range(count)]
-        self.memory = mmap.mmap(-1, len(data))
+        self.memory = page_memory(len(data))
         self.memory.write(data)
         self.view = memoryview(self.memory)
-        self.views = [memoryview(mmap.mmap(-1, len(data))) for _ in range(8)]
+        self.views = [memoryview(page_memory(len(data))) for _ in range(8)]
         self.pool = ThreadPoolExecutor(4)
 
     def put(self, flush: bool) -> None:
@@ -232,7 +232,12 @@ def redis_against(server: Server, peer: LMCache | None, size: int, count: int, r
         for name in objects:
             tier.put(name, data)
 
-    puts: Contestants = {"bare hiredis pipeline": lambda: bare.put(raw_keys, data), "Lynx": put}
+    pool = ThreadPoolExecutor(2)  # as many as a store has for writing
+    puts: Contestants = {
+        "bare hiredis pipeline": lambda: bare.put(raw_keys, data),
+        "Lynx": put,
+        "Lynx, 2 threads": lambda: list(pool.map(lambda name: tier.put(name, data), objects)),
+    }
     gets: Contestants = {
         "bare hiredis pipeline": lambda: bare.get(raw_keys),
         "Lynx": lambda: tier.get_many(objects),

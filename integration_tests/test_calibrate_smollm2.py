@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="models are transformers'")
 from lynx_backend.engines.calibrate import calibrate
 from lynx_backend.engines.kv_buffer import prefill
 
-BOOK = Path(__file__).parents[1] / "benchmarks" / "texts" / "book.txt"
+BOOK = Path(__file__).parents[1] / "lynx_backend" / "benchmarks" / "data" / "book.txt"
 TOKENS = 512
 
 

@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_help_names_every_command(lynx):
     text = lynx("--help").stdout
-    for command in ("demo", "check", "inspect"):
+    for command in ("demo", "check", "inspect", "calibrate", "bench"):
         assert command in text
         assert lynx(command, "--help").returncode == 0
 
@@ -98,6 +98,7 @@ def test_check_fails_on_a_tier_too_small_and_says_so(folder: Path, lynx):
     ("arguments", "environ", "message"),
     [
         (["check"], {"LYNX_NVME_PTH": "/x"}, "LYNX_NVME_PATH"),
+        (["bench", "fidelity", "--ablate", "--drafts"], {}, "choose one"),
         (["check"], {"LYNX_NVME_PATH": "/proc/lynx"}, "/proc/lynx"),
         (["check"], {"LYNX_CODEC_PROFILE": "best"}, "linear, paper"),
         (["check"], {"LYNX_LOG_LEVEL": "loud"}, "LYNX_LOG_LEVEL"),

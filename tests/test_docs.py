@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,11 @@ def test_links_and_named_files_exist(page: Path):
     named = r"`((?:tests|integration_tests|benchmarks|kernels|lynx_backend|docs)/[\w/.]+\.\w+)`"
     for target in re.findall(named, text):
         assert (ROOT / target).exists(), target
+
+
+def test_tables_of_measurements_are_those_of_the_raw_numbers():
+    """After new results: python benchmarks/tables.py."""
+    script = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert text.count("<!-- table: ") >= 10
+    assert script["page"](text, script["results"]()) == text

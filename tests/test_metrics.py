@@ -17,6 +17,7 @@ m.OP_SECONDS.labels(part="anchor", tier="t", op="get").observe(0.002)
 m.TIER_BYTES.labels(tier="t").set(11)
 m.TIER_CAPACITY_BYTES.labels(tier="t").set(13)
 m.ANCHOR_ONLY_CHUNKS.labels(tier="t").set(2)
+m.BREAKER_OPEN.labels(tier="t").set(1)
 m.ERRORS.labels(kind="corrupt").inc()
 m.DRAFT_TOKENS.labels(result="accepted").inc(5)
 m.DRAFT_DECISIONS.labels(reason="drafted").inc()
@@ -44,6 +45,7 @@ def test_the_host_registry_exposes_every_metric_under_its_documented_name():
         'lynx_tier_bytes{tier="t"} 11.0',
         'lynx_tier_capacity_bytes{tier="t"} 13.0',
         'lynx_anchor_only_chunks{tier="t"} 2.0',
+        'lynx_breaker_open{tier="t"} 1.0',
         'lynx_errors_total{kind="corrupt"} 1.0',
         'lynx_draft_tokens_total{result="accepted"} 5.0',
         'lynx_draft_decisions_total{reason="drafted"} 1.0',

@@ -78,6 +78,8 @@ def test_wheel_in_a_clean_environment(tmp_path: Path):
 import sys, torch, lynx_backend, lynx_backend.kernels
 assert lynx_backend.__file__.startswith(sys.prefix), lynx_backend.__file__
 assert "bit plane" in lynx_backend.kernels.source("README.md")
+from lynx_backend.benchmarks.texts import TEXTS, draft_prompts
+assert all(text() for text in TEXTS.values()) and len(draft_prompts()) == 224
 codec = lynx_backend.Codec()
 kv = torch.randn(2, 1, 40, 2, 8)
 assert codec.decode(*codec.encode(kv)).shape == kv.shape

@@ -14,6 +14,7 @@ from lynx_backend.errors import InvalidInputError
 from lynx_backend.tiers.arena import Arena
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_block_comes_back_with_its_last_view():
     arena = Arena(4096, align=4096)
     block = arena.take(4000)

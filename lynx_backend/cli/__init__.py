@@ -11,7 +11,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigError, LynxError
-from . import calibrate, check, demo, inspect, serve
+from . import bench, calibrate, check, demo, inspect, serve
 
 app = typer.Typer(
     name="lynx",
@@ -26,6 +26,7 @@ app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("serve")(serve.serve)
 app.command("calibrate")(calibrate.calibrate)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -43,7 +43,7 @@ class Arena:
         self.align = align
         self.pinned = pinned
         size = self._rounded(size)
-        self._memory = _pinned(size) if pinned else _mapped(size)
+        self._memory = _pinned(size) if pinned else np.frombuffer(page_memory(size), np.uint8)
         self._free = [(0, size)]  # by offset; no two of them touch
         self._lock = threading.Lock()
         # Blocks end in whatever thread drops the last view, perhaps while it is in here.
@@ -98,10 +98,14 @@ class Arena:
         return -(-size // self.align) * self.align
 
 
-def _mapped(size: int) -> Block:
-    memory = mmap.mmap(-1, size)
+def page_memory(size: int) -> mmap.mmap:
+    """Page-aligned memory of this process, in huge pages as far as there are any.
+
+    A device transfers a huge page in one go and 512 small ones in as many.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    return memory
 
 
 def _pinned(size: int) -> Block:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import threading
 
-from .arena import Arena
+from .arena import Arena, page_memory
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class ObjectFiles:
             try:
                 fd = os.open(probe, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
                 try:
-                    os.readv(fd, [mmap.mmap(-1, _ALIGN)])
+                    os.readv(fd, [page_memory(_ALIGN)])
                 finally:
                     os.close(fd)
             except OSError as e:
@@ -108,12 +107,12 @@ class ObjectFiles:
         """Aligned memory for a file and, as direct reads end with a block, a bit more."""
         room = max(_ALIGN, -(-size // _ALIGN) * _ALIGN)
         block = self._arena.take(room)
-        return memoryview(mmap.mmap(-1, room)) if block is None else block.data
+        return memoryview(page_memory(room)) if block is None else block.data
 
     def _piece(self) -> memoryview:
         """Aligned memory of this thread."""
         if not hasattr(self._local, "piece"):
-            self._local.piece = memoryview(mmap.mmap(-1, _PIECE_BYTES))
+            self._local.piece = memoryview(page_memory(_PIECE_BYTES))
         piece: memoryview = self._local.piece
         return piece
 

@@ -78,7 +78,8 @@ class End(IntEnum):
     REFUSED = 4
 
 
-_KINDS = frozenset(Kind)
+_KINDS = {int(kind): kind for kind in Kind}
+_PARTS = {int(part): part for part in Part}
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def frame_header(raw: bytes | bytearray, most: int) -> tuple[Kind, int]:
             f"the peer sent a frame of kind {kind} and {length} bytes (at most {most} are taken "
             "now); it does not speak Lynx's protocol"
         )
-    return Kind(kind), length
+    return _KINDS[kind], length
 
 
 # -- who speaks ------------------------------------------------------------------------------------
@@ -338,9 +339,9 @@ def unpack_end(payload: bytes) -> tuple[int, End, str]:
 
 
 def _name(digest: bytes, part: int) -> ObjectName:
-    if part not in list(Part):
+    if part not in _PARTS:
         raise _malformed("object name")
-    return ChunkKey(digest[:DIGEST_BYTES], digest[DIGEST_BYTES:]).object(Part(part))
+    return ChunkKey(digest[:DIGEST_BYTES], digest[DIGEST_BYTES:]).object(_PARTS[part])
 
 
 def _split(head: struct.Struct, payload: bytes, what: str) -> tuple[tuple[Any, ...], bytes]:

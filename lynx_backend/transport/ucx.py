@@ -31,13 +31,15 @@ from .. import metrics
 from ..errors import TransportError, UnsupportedError
 
 try:
-    import ucxx._lib.libucxx as ucx_api
+    from ucxx._lib import libucxx as ucx_api
     from ucxx._lib.arr import Array
 except ImportError as e:
     raise UnsupportedError(
         "the UCX transport needs ucxx: pip install 'lynx-backend[ucx-cu12]' (or ucx-cu13); it "
         f"works without a GPU ({e})"
     ) from e
+
+__all__ = ["Array", "Buffer", "Channel", "DeviceBuffer", "DeviceSlice", "part_of", "ucx_api"]
 
 Buffer = Any
 #: Told whether a message went through; the buffer is not touched any more.

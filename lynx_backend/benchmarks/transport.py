@@ -8,11 +8,11 @@ residuals are in full flow, against one queue for all. Needs root for ``link``.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import random
+import shutil
 import socket
 import statistics
 import struct
@@ -23,18 +23,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import ucxx._lib.libucxx as ucx_api
-from ucxx._lib.arr import Array
 
-from lynx_backend.keys import ChunkKey, ObjectName, Part
-from lynx_backend.transport.client import UcxTransport
-from lynx_backend.transport.connection import LinkOptions
-from lynx_backend.transport.server import UcxServer
-from lynx_backend.transport.ucx import Channel
+from ..errors import UnsupportedError
+from ..keys import ChunkKey, ObjectName, Part
+from ..transport.client import UcxTransport
+from ..transport.connection import LinkOptions
+from ..transport.server import UcxServer
+from ..transport.ucx import Array, Channel, ucx_api
 
+MODULE = "lynx_backend.benchmarks.transport"
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 ROUND_BYTES = 128 * MIB
@@ -97,9 +97,9 @@ def exchange(control: socket.socket, channel: Channel) -> None:
     channel.connect(control.recv(length, socket.MSG_WAITALL))
 
 
-def pump(channel: Channel, count: int, post: Callable[[int], object]) -> None:
+def pump(channel: Channel, count: int, post: Callable[[int], Any]) -> None:
     """``count`` messages, ``IN_FLIGHT`` at a time, polled as hard as can be."""
-    requests: list[ucx_api.UCXRequest] = []
+    requests: list[Any] = []
     for i in range(count):
         if len(requests) == IN_FLIGHT:
             first = requests.pop(0)
@@ -195,7 +195,7 @@ CLIENTS = {"lynx": lynx, "bare": bare, "stream": stream}
 @contextmanager
 def process(prefix: list[str], *args: str, environ: dict[str, str]) -> Iterator[str]:
     """This script in another process; its first line."""
-    command = [*prefix, sys.executable, __file__, *args]
+    command = [*prefix, sys.executable, "-m", MODULE, *args]
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environ
     )
@@ -215,13 +215,13 @@ WAYS = {
 }
 
 
-def rates(rounds: int) -> list[dict[str, object]]:
+def rates(rounds: int) -> list[dict[str, float]]:
     """In this process for one of ``WAYS``, whose variables are set."""
     results = []
     with ExitStack() as stack:
         fetches = {}
         for what in SERVERS:
-            port = int(stack.enter_context(process([], "serve", what, environ={})))
+            port = int(stack.enter_context(process([], "serve", what, "127.0.0.1", environ={})))
             fetches[what] = stack.enter_context(CLIENTS[what]("127.0.0.1", port))
         for size in SIZES:
             outs = buffers(size)
@@ -234,7 +234,7 @@ def rates(rounds: int) -> list[dict[str, object]]:
                         seconds[what].append(time.perf_counter() - started)
                     assert outs[0] == BLOB[:size]
             moved = count_of(size) * size
-            row: dict[str, object] = {"size": size}
+            row: dict[str, float] = {"size": size}
             for what, taken in seconds.items():
                 row[what] = moved / statistics.median(taken) / 1e9
             row["ratio"] = statistics.median(
@@ -356,13 +356,16 @@ def link_client(port: int, seconds: float) -> dict[str, object]:
     return {"useful": useful, "idle": idle, "first": first, "fifo": fifo}
 
 
-def link(rate: str, seconds: int) -> dict[str, object]:
+def link(rate: str, seconds: int) -> dict[str, Any]:
+    """What a shaped link carries and what anchors wait; as root."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "tc", "iperf3"))):
+        raise UnsupportedError("a shaped link needs root, and ip, tc and iperf3 (iproute2, iperf3)")
     tcp = {"UCX_TLS": "tcp"}
     with namespaces(rate) as (there, here):
         before = iperf(there, here, seconds)
-        with process(there, "serve", "lynx", "--host", THERE, environ=tcp) as port:
-            options = ["--port", port, "--seconds", str(seconds)]
-            with process(here, "link-client", *options, environ=tcp) as line:
+        with process(there, "serve", "lynx", THERE, environ=tcp) as port:
+            client = ("link-client", port, str(seconds))
+            with process(here, *client, environ=tcp) as line:
                 result = json.loads(line)
         after = iperf(there, here, seconds)
     result["iperf"] = statistics.mean((before, after))
@@ -370,55 +373,24 @@ def link(rate: str, seconds: int) -> dict[str, object]:
     return result
 
 
-def p(values: Sequence[float], share: float) -> float:
-    return float(np.quantile(values, share)) * 1e3
+def run_rates(rounds: int) -> dict[str, Any]:
+    """:func:`rates` in a process for each of ``WAYS``."""
+    found = {}
+    for way, environ in WAYS.items():
+        with process([], "rates-client", str(rounds), environ=environ) as line:
+            found[way] = json.loads(line)
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["rates", "link", "serve", "rates-client", "link-client"])
-    parser.add_argument("which", nargs="?", default="lynx")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--rate", choices=["1gbit", "10gbit"], default="1gbit")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    raw: object
-    if args.what == "serve":
-        return SERVERS[args.which](args.host)
-    if args.what == "rates-client":
-        return print(json.dumps(rates(args.rounds)), flush=True)
-    if args.what == "link-client":
-        return print(json.dumps(link_client(args.port, args.seconds)), flush=True)
-    if args.what == "rates":
-        raw = {}
-        for way, environ in WAYS.items():
-            with process([], "rates-client", "--rounds", str(args.rounds), environ=environ) as line:
-                raw[way] = json.loads(line)
-            print(f"{way}\n{'KiB':>8} {'lynx':>7} {'bare':>7} {'stream':>7}  lynx/bare   (GB/s)")
-            for r in raw[way]:
-                kib = r["size"] // KIB
-                speeds = " ".join(f"{r[what]:7.2f}" for what in SERVERS)
-                print(f"{kib:>8} {speeds}  {r['ratio']:9.2f}", flush=True)
+def main(what: str, *args: str) -> None:
+    """One of the processes that a benchmark starts."""
+    if what == "serve":
+        SERVERS[args[0]](args[1])
+    elif what == "rates-client":
+        print(json.dumps(rates(int(args[0]))), flush=True)
     else:
-        raw = link(args.rate, int(args.seconds))
-        idle = p(raw["idle"], 0.5)
-        print(
-            f"{args.rate}: useful {raw['useful'] / 1e6:.1f} MB/s, iperf3 {raw['iperf'] / 1e6:.1f}"
-        )
-        print(f"share of iperf3: {raw['useful'] / raw['iperf']:.3f}")
-        for what in ("idle", "first", "fifo"):
-            values = raw[what]
-            print(
-                f"anchor {what:>5} (n={len(values)}): median {p(values, 0.5):.2f} ms, p99 "
-                f"{p(values, 0.99):.2f} ms, p99 over idle's median {p(values, 0.99) - idle:+.2f} ms"
-            )
-    if args.json:
-        args.json.write_text(json.dumps(raw))
-    return None
+        print(json.dumps(link_client(int(args[0]), float(args[1]))), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -64,7 +64,7 @@ def capture(model: Any, tokens: list[int], positions: int = 64) -> Capture:
     """Read ``tokens`` once and keep every layer's KV and its last ``positions`` queries."""
     seen: dict[int, dict[str, Any]] = {}
     with _recording(seen, positions):
-        model(torch.tensor([tokens]), use_cache=False, logits_to_keep=1)
+        model(torch.tensor([tokens], device=model.device), use_cache=False, logits_to_keep=1)
     layers = [seen[i] for i in range(len(seen))]
     return Capture(
         kv=torch.stack([torch.stack([x[part] for x in layers]) for part in ("k", "v")]),
@@ -89,8 +89,8 @@ def attention(seen: Capture, layer: int, keys: torch.Tensor, values: torch.Tenso
     query = seen.queries[layer]
     heads, positions, dim = query.shape
     tokens, kv_heads, _ = keys.shape
-    here = torch.arange(tokens - positions, tokens)[:, None]
-    distance = here - torch.arange(tokens)[None]
+    place = torch.arange(tokens, device=keys.device)
+    distance = place[tokens - positions :, None] - place
     hidden = distance < 0
     if (window := seen.windows[layer]) is not None:
         hidden |= distance >= window
@@ -151,6 +151,6 @@ def attention_error(
         for keys, values in ((k, v), (k, true_v), (true_k, v))
     ]
     return AttentionError(
-        torch.tensor(error, dtype=torch.float64),
-        torch.stack([o.double().square().sum() for o in exact]),
+        torch.stack([torch.stack(e) for e in error]).cpu(),
+        torch.stack([o.double().square().sum() for o in exact]).cpu(),
     )
