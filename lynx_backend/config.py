@@ -252,11 +252,55 @@ class TieringConfig(_Section):
 
 
 @dataclass(frozen=True)
+class PeersConfig(_Section):
+    """Other nodes, and what all nodes share.
+
+    Attributes:
+        nodes: ``host:port`` of each node to read from, with commas between them; none by default.
+        secret: what a node must know to be talked to; from ``LYNX_PEERS_SECRET`` or a file.
+        secret_file: a file that holds it, its last newline not being part of it.
+        model, layout: when set, only nodes that have set the same, or nothing, are talked to.
+        timeout_seconds: silence after which a peer counts as dead.
+        fetch_seconds: how long an object may take.
+        anchor_wait_seconds: most time that residuals under way may cost an arriving anchor.
+        max_object_bytes: largest object that is given or taken.
+    """
+
+    nodes: str | None = None
+    secret: str | None = _secret()
+    secret_file: str | None = None
+    model: str | None = None
+    layout: str | None = None
+    timeout_seconds: float = _number(5.0, above=0)
+    fetch_seconds: float = _number(10.0, above=0)
+    anchor_wait_seconds: float = _number(0.005, above=0)
+    max_object_bytes: int = _size(1 << 30, least=1)
+
+
+@dataclass(frozen=True)
+class ServeConfig(_Section):
+    """What ``lynx serve`` offers, and where.
+
+    Attributes:
+        host, port: where it listens; 0 is any free port.
+        accept_puts: whether peers may put objects.
+        metrics_port: where Prometheus metrics are shown, on the loopback only; none by default.
+        drain_seconds: how long unfinished requests may take after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = _number(7430, above=-1)
+    accept_puts: bool = False
+    metrics_port: int | None = _number(None, above=0)
+    drain_seconds: float = _number(10.0, above=0)
+
+
+@dataclass(frozen=True)
 class LynxConfig:
     """All settings.
 
     Attributes:
-        codec, memory, nvme, redis, tiering: the sections.
+        codec, memory, nvme, redis, tiering, peers, serve: the sections.
         origins: by key (``"nvme.path"``), where a value was found; filled in by :meth:`load`.
     """
 
@@ -265,6 +309,8 @@ class LynxConfig:
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     redis: RedisConfig = field(default_factory=RedisConfig)
     tiering: TieringConfig = field(default_factory=TieringConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -323,6 +369,8 @@ _SECTIONS: dict[str, Any] = {
     "nvme": NvmeConfig,
     "redis": RedisConfig,
     "tiering": TieringConfig,
+    "peers": PeersConfig,
+    "serve": ServeConfig,
 }
 _KNOWN: dict[str, Field[Any]] = {
     f"{section}.{f.name}": f for section, kind in _SECTIONS.items() for f in _fields(kind)

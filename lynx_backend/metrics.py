@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .errors import ConfigError, UnsupportedError
+
 if TYPE_CHECKING:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 else:
@@ -90,6 +92,20 @@ ANCHOR_ONLY_CHUNKS = _register(
     ("tier",),
     multiprocess_mode="liveall",
 )
+READY = _register(
+    Gauge, "lynx_ready", "1 while this node serves its peers, else 0", multiprocess_mode="liveall"
+)
+PEER_CONNECTIONS = _register(
+    Gauge,
+    "lynx_peer_connections",
+    "Peers connected to this node's server",
+    multiprocess_mode="liveall",
+)
+PARKED_WORKERS = _register(
+    Counter,
+    "lynx_ucx_parked_workers_total",
+    "Connections lost in the middle of a message, whose UCX worker could not be released",
+)
 BREAKER_OPEN = _register(
     Gauge,
     "lynx_breaker_open",
@@ -116,3 +132,22 @@ ANCHOR_LEAD_SECONDS = _register(
     "Time by which a request's last anchor arrived before its last residual",
     buckets=(1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
 )
+
+
+def serve(port: int) -> None:
+    """Show all metrics of this process at http://127.0.0.1:``port``/.
+
+    Raises:
+        UnsupportedError: ``prometheus-client`` is not installed.
+        ConfigError: the port cannot be listened on.
+    """
+    try:
+        from prometheus_client import start_http_server
+    except ImportError:
+        raise UnsupportedError(
+            "showing metrics needs prometheus-client: pip install 'lynx-backend[metrics]'"
+        ) from None
+    try:
+        start_http_server(port, "127.0.0.1")
+    except OSError as e:
+        raise ConfigError(f"metrics cannot be shown on port {port}: {e}") from None

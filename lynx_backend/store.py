@@ -52,12 +52,19 @@ class ChunkStore:
             tiers that wait for a device are written to later, by threads of their own, and what a
             tier answers is also written into those before it. This many bytes may wait for each
             tier; what would be more is skipped, and counted as that.
+        peers: read from when no tier has a chunk, never written to; closed with the store.
 
     Raises:
         InvalidInputError: no tiers, or two with one name.
     """
 
-    def __init__(self, codec: Codec, tiers: Sequence[Tier], write_behind_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        tiers: Sequence[Tier],
+        write_behind_bytes: int = 0,
+        peers: Tier | None = None,
+    ) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) < len(names):
             raise InvalidInputError(
@@ -71,10 +78,17 @@ class ChunkStore:
             TierAccess(tier, self._check_header, self.validate, write_behind_bytes)
             for tier in tiers
         ]
+        self._readable = list(self._accesses)
+        if peers is not None:
+            self._readable.append(TierAccess(peers, self._check_header, self.validate, 0))
 
     @classmethod
-    def from_config(cls, config: LynxConfig) -> ChunkStore:
+    def from_config(cls, config: LynxConfig, with_peers: bool = True) -> ChunkStore:
         """The store that a configuration describes.
+
+        Args:
+            with_peers: whether it also reads from ``peers.nodes``. A node that is itself a peer
+                answers only for what it holds: else two would ask each other for ever.
 
         Raises:
             ConfigError: a tier's place or the calibration file cannot be used.
@@ -82,7 +96,9 @@ class ChunkStore:
             UnsupportedError: a tier needs a package that is not installed.
         """
         codec = codec_from_config(config.codec)
-        return cls(codec, tiers_from_config(config), config.tiering.write_behind_bytes)
+        tiers = tiers_from_config(config)
+        peers = peers_from_config(config, codec) if with_peers else None
+        return cls(codec, tiers, config.tiering.write_behind_bytes, peers)
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -115,7 +131,7 @@ class ChunkStore:
         Raises:
             InvalidInputError: ``out`` does not have the shape and dtype of the chunk.
         """
-        for access in self._accesses:
+        for access in self._readable:
             anchor, residual = access.get(objects_of([key]))
             if anchor is None:
                 if residual is not None:
@@ -145,12 +161,22 @@ class ChunkStore:
 
     def load(self, name: ObjectName) -> memoryview | None:
         """One object's bytes, checked against its checksums, key and spec, or None."""
-        for access in self._accesses:
+        for access in self._readable:
             (found,) = access.get([name])
             if found is not None and access.accept(found):
                 self._promote([(access, found)])
                 return found.data
         return None
+
+    def keep(self, name: ObjectName, data: memoryview) -> bool:
+        """Put an object that another node made, once it is checked; whether a tier took it.
+
+        Raises:
+            CorruptObjectError, FormatMismatchError: it is not the object of that name.
+        """
+        self.validate(name, data)
+        kept = [self._write(access, [(name, data)]) for access in self._accesses]
+        return any(kept)
 
     def validate(self, name: ObjectName, data: wire.Buffer) -> wire.Header:
         """Check that ``data`` is the object called ``name``, made by this store's codec spec.
@@ -164,7 +190,7 @@ class ChunkStore:
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
         """Size in bytes of each object in the first tier that has it, None where it is absent."""
         found: list[int | None] = [None] * len(names)
-        for access in self._accesses:
+        for access in self._readable:
             missing = [i for i, size in enumerate(found) if size is None]
             if not missing:
                 break
@@ -179,7 +205,7 @@ class ChunkStore:
 
     def close(self) -> None:
         """Write what waits, for some seconds at most, and close all tiers."""
-        for access in self._accesses:
+        for access in self._readable:
             access.close()
 
     # -- details -----------------------------------------------------------------------------------
@@ -194,7 +220,7 @@ class ChunkStore:
             objects = [
                 (found.name, found.data)
                 for holder, found in reversed(parts)
-                if found is not None and holder in self._accesses[at + 1 :]
+                if found is not None and holder in self._readable[at + 1 :]
             ]
             if objects:
                 access.put_later(objects, "promote")
@@ -216,7 +242,7 @@ class ChunkStore:
             except FormatMismatchError as e:  # two writers of one key met: neither half is of use
                 access.discard(objects_of([name.key]), e)
                 return access, None
-        for other in self._accesses:
+        for other in self._readable:
             (found,) = other.get([name]) if other is not access else [None]
             if found is None:
                 continue
@@ -298,6 +324,19 @@ def tiers_from_config(config: LynxConfig) -> list[Tier]:
 
         tiers.append(GuardedTier(RedisTier(config.redis), full_is_failure=True))
     return tiers
+
+
+def peers_from_config(config: LynxConfig, codec: Codec) -> Tier | None:
+    """The peers that a configuration names; None when it names none.
+
+    Raises:
+        as ``ChunkStore.from_config``.
+    """
+    if config.peers.nodes is None:
+        return None
+    from . import peers  # needs a package that not everybody has
+
+    return peers.peers_from_config(config.peers, codec.spec.fingerprint)
 
 
 def codec_from_config(config: CodecConfig) -> Codec:

@@ -17,14 +17,15 @@ ALLOWED: dict[str, set[str]] = {
     "layout": {"errors"},
     "keys": {"errors"},
     "logs": set(),
-    "metrics": set(),
+    "metrics": {"errors"},
     "redis_client": {"errors", "config"},
     "wire": {"errors", "keys", "layout"},
     "codec": {"errors", "keys", "layout", "wire"},
     "tiers": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
     "transport": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
     "tier_access": FOUNDATION | {"tiers"},
-    "store": FOUNDATION | {"codec", "tiers", "tier_access"},
+    "peers": {"errors", "config", "keys", "logs", "metrics", "tiers", "transport"},
+    "store": FOUNDATION | {"codec", "tiers", "tier_access", "peers"},
     "progressive": FOUNDATION | {"codec", "tiers", "transport", "store"},
 }
 ALLOWED["engines"] = {*ALLOWED}

@@ -31,6 +31,14 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.objects: dict[tuple[str, ObjectName], list[int]] = {}
         # Lead of one flow over another in bytes since both have been waiting.
         self.lead: dict[tuple[Part, str, str], int] = {}
+        # Requests whose far end takes nothing more for now, by part.
+        self.blocked: set[tuple[str, Part]] = set()
+
+    def room(self, request: str, part: Part) -> int:
+        return 0 if (request, part) in self.blocked else QUANTUM
+
+    def able(self, part: Part) -> list[str]:
+        return [r for r in self.waiting(part) if self.room(r, part)]
 
     def waiting(self, part: Part) -> list[str]:
         return [r for r in REQUESTS if self.queues.get((part, r))]
@@ -77,24 +85,33 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.scheduler.cancel(request, target)
         self.drop(target.part, request, target)
 
+    @rule(request=st.sampled_from(REQUESTS), part=st.sampled_from(list(Part)))
+    def block_or_free(self, request: str, part: Part) -> None:
+        self.blocked ^= {(request, part)}
+        # Nobody gets ahead of one that cannot send: what counts is from now on.
+        for r, a, b in list(self.lead):
+            if request in (a, b) and r == part:
+                self.lead[r, a, b] = 0
+
     @rule(times=st.integers(1, 30))
     def send(self, times: int) -> None:
         for _ in range(times):
-            fragment = self.scheduler.next()
+            fragment = self.scheduler.next(self.room)
             if fragment is None:
-                assert not self.objects, "something was lost"
+                assert not any(map(self.able, Part)), "something was lost"
                 return
+            assert (fragment.request, fragment.name.part) not in self.blocked
             self.check(fragment)
 
     def check(self, f: Fragment) -> None:
         part = f.name.part
-        assert part == Part.ANCHOR or not self.waiting(Part.ANCHOR), "an anchor had to wait"
+        assert part == Part.ANCHOR or not self.able(Part.ANCHOR), "an anchor had to wait"
         assert self.queues[part, f.request][0] == f.name, "not first in, first out"
         size, sent = self.objects[f.request, f.name]
         assert f.offset == sent, "sent twice or out of order"
         assert f.length == min(QUANTUM, size - sent)
         assert f.last == (f.offset + f.length == size)
-        for other in self.waiting(part):
+        for other in self.able(part):
             if other != f.request:
                 self.lead[part, f.request, other] += f.length
                 self.lead[part, other, f.request] -= f.length
@@ -107,6 +124,8 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         assert all(lead <= 3 * QUANTUM for lead in self.lead.values())
 
     def teardown(self) -> None:
+        self.blocked.clear()
+        self.lead = dict.fromkeys(self.lead, 0)
         while (fragment := self.scheduler.next()) is not None:
             self.check(fragment)
             self.fair()
@@ -141,6 +160,20 @@ def test_a_short_request_does_not_wait_for_a_long_one():
     sent = drain(s)
     done = next(i for i, f in enumerate(sent) if f.request == "short" and f.last)
     assert done <= 5
+
+
+def test_one_that_cannot_send_holds_up_nobody():
+    s = Scheduler(QUANTUM)
+    s.submit("stuck", name(1), 500)
+    s.submit("free", name(2), 50)
+    s.submit("free", name(3, Part.RESIDUAL), 50)
+
+    def room(request: str, part: Part) -> int:
+        return 0 if request == "stuck" else QUANTUM
+
+    assert [f.name for f in iter(lambda: s.next(room), None)] == [name(2), name(3, Part.RESIDUAL)]
+    assert s.next(lambda request, part: 300) == Fragment("stuck", name(1), 0, 300, False)
+    assert drain(s)[-1] == Fragment("stuck", name(1), 400, 100, True)
 
 
 def test_many_small_objects_get_no_more_than_few_large_ones():

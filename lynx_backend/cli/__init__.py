@@ -11,7 +11,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigError, LynxError
-from . import bench, calibrate, check, demo, inspect
+from . import bench, calibrate, check, demo, inspect, serve
 
 app = typer.Typer(
     name="lynx",
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
+app.command("serve")(serve.serve)
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from ..errors import InvalidInputError, UnsupportedError
 
@@ -98,3 +100,50 @@ def fidelity(
             json_file.write_text(json.dumps(results, ensure_ascii=False) + "\n")
     if plot:
         draw(results, plot)
+
+
+@app.command()
+def transport(
+    link: Annotated[
+        str | None,
+        typer.Option(help="1gbit or 10gbit: between network namespaces, as root, with iperf3."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each, in random order.")] = 7,
+    seconds: Annotated[int, typer.Option(min=1, help="How long the link is filled.")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the raw numbers here.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Objects between two processes, against bare ucxx messages and a plain asyncio stream.
+
+    With --link: what a shaped link carries against iperf3, and what an anchor waits while eight
+    requests' residuals are in full flow, against one queue for all.
+    """
+    if link not in (None, "1gbit", "10gbit"):
+        raise InvalidInputError(f"--link must be 1gbit or 10gbit, got {link}")
+    from ..benchmarks import transport as benchmark
+
+    console = Console()
+    results: dict[str, Any]
+    if link is None:
+        results = benchmark.run_rates(rounds)
+        for way, rows in results.items():
+            table = Table("KiB", "Lynx", "bare ucxx", "stream", "Lynx / bare", title=f"{way}, GB/s")
+            for row in rows:
+                speeds = [f"{row[what]:.2f}" for what in ("lynx", "bare", "stream", "ratio")]
+                table.add_row(str(row["size"] >> 10), *speeds)
+            console.print(table)
+    else:
+        results = benchmark.link(link, seconds)
+        share = results["useful"] / results["iperf"]
+        console.print(
+            f"{link}: {results['useful'] / 1e6:.1f} MB/s of objects, {share:.3f} of iperf3's"
+        )
+        table = Table("anchors", "n", "median ms", "p99 ms", title="What 256 KiB took")
+        names = {"idle": "idle link", "first": "beside residuals", "fifo": "one queue for all"}
+        for what, label in names.items():
+            median, p99 = np.quantile(results[what], [0.5, 0.99]) * 1e3
+            table.add_row(label, str(len(results[what])), f"{median:.2f}", f"{p99:.2f}")
+        console.print(table)
+    if json_file:
+        json_file.write_text(json.dumps(results) + "\n")

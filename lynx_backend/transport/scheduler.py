@@ -3,18 +3,23 @@
 Two rules. Parts are strict classes: while any request has anchor bytes to send, no residual moves.
 Inside a class requests share the link by deficit round robin over bytes, so that a long prompt does
 not hold back a short one. Objects are cut into fragments, which bounds what an anchor that arrives
-late has to wait for: the one fragment already handed out.
+late has to wait for: what was already handed out. Requests may lead to different far ends; one that
+takes nothing more for now is passed over, so that it holds up nobody else.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import InvalidInputError
 from ..keys import ObjectName, Part
 
 FRAGMENT_BYTES = 256 * 1024
+
+#: Most bytes that a request may send of a part now; 0 for none.
+Room = Callable[[str, Part], int]
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class Scheduler:
 
     Args:
         fragment_bytes: most bytes of one fragment, and what a request may send in one turn. While
-            two requests both have objects of a part waiting, neither gets ahead of the other by
-            more than three of these.
+            two requests both have objects of a part waiting and may send, neither gets ahead of
+            the other by more than three of these (or of the larger fragments it is given room for).
     """
 
     def __init__(self, fragment_bytes: int = FRAGMENT_BYTES) -> None:
@@ -82,11 +87,19 @@ class Scheduler:
             )
         flow.objects[name] = _Queued(size)
 
-    def next(self) -> Fragment | None:
-        """The fragment to send now, or None when nothing is queued. It counts as sent."""
-        for flows in self._classes.values():
-            if flows:
-                return self._take(flows)
+    def next(self, room: Room | None = None) -> Fragment | None:
+        """The fragment to send now, or None when nothing is queued that may be sent.
+
+        It counts as sent. A residual is handed out only when no anchor may be sent.
+
+        Args:
+            room: asked for each request whose turn it is; without it, every request may send a
+                fragment of ``fragment_bytes``.
+        """
+        for part, flows in self._classes.items():
+            fragment = self._take(part, flows, room)
+            if fragment is not None:
+                return fragment
         return None
 
     def cancel(self, request: str, name: ObjectName | None = None) -> None:
@@ -101,15 +114,30 @@ class Scheduler:
             if name is None or not flow.objects:
                 del flows[request]
 
-    def _take(self, flows: OrderedDict[str, _Flow]) -> Fragment:
-        while True:
+    def _take(
+        self, part: Part, flows: OrderedDict[str, _Flow], room: Room | None
+    ) -> Fragment | None:
+        passed = 0
+        while passed < len(flows):
             request, flow = next(iter(flows.items()))
             name, queued = next(iter(flow.objects.items()))
-            length = min(self._quantum, queued.size - queued.sent)
-            if length <= flow.deficit:
-                break
-            flow.deficit += self._quantum
+            most = self._quantum if room is None else room(request, part)
+            length = min(most, queued.size - queued.sent)
+            if most and length <= flow.deficit:
+                return self._send(flows, request, name, length)
+            if most:
+                flow.deficit += self._quantum
+                passed = 0
+            else:
+                passed += 1
             flows.move_to_end(request)
+        return None
+
+    def _send(
+        self, flows: OrderedDict[str, _Flow], request: str, name: ObjectName, length: int
+    ) -> Fragment:
+        flow = flows[request]
+        queued = flow.objects[name]
         offset = queued.sent
         queued.sent += length
         flow.deficit -= length

@@ -1,0 +1,243 @@
+"""Peers that die, hang, come back as somebody else or read slowly: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
+
+from lynx_backend.errors import TransportError
+from lynx_backend.keys import Part
+from lynx_backend.transport.client import UcxTransport
+from lynx_backend.transport.connection import LinkOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ucx_node import content, name, size_of
+
+WAIT_SECONDS = 30.0
+TIMEOUT = 1.0
+LARGE = 9  # an object of 64 MiB
+OPTIONS = LinkOptions(timeout_seconds=TIMEOUT)
+Node = Callable[..., "Process"]
+
+
+class Process:
+    """A node in a process of its own."""
+
+    def __init__(self, seed: int, port: int = 0, seconds: float = 0.0) -> None:
+        script = Path(__file__).parent / "ucx_node.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), "127.0.0.1", str(port), str(seed), str(seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made: list[Process] = []
+
+    def start(*args: object, **options: object) -> Process:
+        made.append(Process(*args, **options))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.signal(signal.SIGCONT)
+        process.stop()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Process], UcxTransport]]:
+    made: list[UcxTransport] = []
+
+    def connect(process: Process) -> UcxTransport:
+        made.append(UcxTransport("127.0.0.1", process.port, OPTIONS))
+        made[-1].connect()
+        return made[-1]
+
+    yield connect
+    for transport in made:
+        transport.close()
+
+
+Connect = Callable[[Process], UcxTransport]
+
+
+def begun(transport: UcxTransport) -> tuple[bytearray, Future[bool]]:
+    """A large fetch of which some has arrived and some has not."""
+    out = bytearray(size_of(LARGE))
+    future = transport.fetch("r", name(LARGE), memoryview(out))
+    until = time.monotonic() + WAIT_SECONDS
+    while not any(out[:64]):
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+    return out, future
+
+
+def fetched(transport: UcxTransport, i: int, part: Part = Part.RESIDUAL) -> bytes:
+    out = bytearray(size_of(i))
+    assert transport.fetch("r", name(i, part), memoryview(out)).result(WAIT_SECONDS)
+    return bytes(out)
+
+
+def test_objects_of_all_sizes_arrive_as_they_are(node: Node, connect: Connect):
+    transport = connect(node(1))
+    for i in range(10):
+        assert transport.sizes([name(i)]) == [size_of(i)]
+        assert fetched(transport, i) == content(1, i)
+
+
+def test_a_server_killed_in_the_middle_fails_the_fetch_at_once(node: Node, connect: Connect):
+    server = node(1)
+    transport = connect(server)
+    out, future = begun(transport)
+    server.signal(signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(TransportError):
+        future.result(WAIT_SECONDS)
+    assert time.monotonic() - started < 3 * TIMEOUT
+    assert out != content(1, LARGE)
+
+
+def test_a_hung_server_costs_a_bounded_wait_and_never_writes_afterwards(
+    node: Node, connect: Connect
+):
+    server = node(1)
+    transport = connect(server)
+    out, future = begun(transport)
+    server.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="silent"):
+        future.result(WAIT_SECONDS)
+    assert time.monotonic() - started < 3 * TIMEOUT
+    out[:] = bytes(len(out))
+    server.signal(signal.SIGCONT)
+    transport.connect()
+    assert fetched(transport, 8) == content(1, 8)
+    assert not any(out)
+
+
+def test_cancelling_on_a_hung_server_does_not_wait_for_it(node: Node, connect: Connect):
+    server = node(1)
+    transport = connect(server)
+    out, future = begun(transport)
+    server.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    transport.cancel("r")
+    assert not wait([future], WAIT_SECONDS).not_done
+    assert time.monotonic() - started < 3 * TIMEOUT
+    assert future.cancelled()
+    out[:] = bytes(len(out))
+    server.signal(signal.SIGCONT)
+    if not transport.connected:
+        transport.connect()
+    assert fetched(transport, 8) == content(1, 8)
+    assert not any(out)
+
+
+def test_another_server_at_the_same_address_is_never_taken_for_the_first(
+    node: Node, connect: Connect
+):
+    server = node(1)
+    transport = connect(server)
+    first = transport.node
+    _, future = begun(transport)
+    server.signal(signal.SIGKILL)
+    server.process.wait()
+    with pytest.raises(TransportError):
+        future.result(WAIT_SECONDS)
+    node(2, port=server.port)
+    transport.connect()
+    assert transport.node != first
+    # Nothing of the first is mixed into what the second gives.
+    assert fetched(transport, 5) == content(2, 5)
+
+
+def test_a_client_that_hangs_holds_up_nobody_else(node: Node, connect: Connect):
+    server = node(1)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_ucx_faults import *\n"
+        "t = UcxTransport('127.0.0.1', int(sys.argv[2]), OPTIONS); t.connect()\n"
+        "begun(t); print('begun', flush=True); sys.stdin.read()\n"
+    )
+    client = subprocess.Popen(
+        [sys.executable, "-c", script, str(Path(__file__).parent), str(server.port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"begun\n"
+        client.send_signal(signal.SIGSTOP)
+        transport = connect(server)
+        for i in range(9):
+            assert fetched(transport, i) == content(1, i)
+    finally:
+        client.kill()
+        client.wait()
+
+
+def test_two_clients_and_a_slow_source_get_their_own_bytes(node: Node, connect: Connect):
+    server = node(1, seconds=0.02)
+    wrong: list[int] = []
+
+    def read(start: int) -> None:
+        transport = connect(server)
+        wrong.extend(i for i in range(start, start + 8) if fetched(transport, i) != content(1, i))
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in (0, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_client_that_comes_and_goes_all_the_time_leaves_nothing_at_the_server(node: Node):
+    server = node(1)
+    proc = Path(f"/proc/{server.process.pid}")
+
+    def once() -> None:
+        transport = UcxTransport("127.0.0.1", server.port, OPTIONS)
+        transport.connect()
+        assert fetched(transport, 3) == content(1, 3)
+        transport.close()
+
+    def used() -> tuple[int, int]:
+        pages = int((proc / "statm").read_text().split()[1])
+        return len(list((proc / "fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE")
+
+    for _ in range(10):
+        once()
+    descriptors, memory = used()
+    for _ in range(60):
+        once()
+    until = time.monotonic() + WAIT_SECONDS
+    while used()[0] > descriptors and time.monotonic() < until:
+        time.sleep(0.05)
+    assert used()[0] <= descriptors
+    assert used()[1] < memory + (32 << 20)

@@ -1,0 +1,130 @@
+"""A peer in another network namespace, behind a shaped link that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
+
+from lynx_backend.errors import TransportError
+from lynx_backend.keys import Part
+from lynx_backend.transport.client import UcxTransport
+from lynx_backend.transport.connection import LinkOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ucx_node import content, name, size_of
+
+if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+    pytest.skip("network namespaces need root, ip and tc", allow_module_level=True)
+
+NAMESPACE, DEVICE = f"lynx-{os.getpid()}", f"lynx{os.getpid() % 10**7}"
+HERE, THERE = "10.79.13.1", "10.79.13.2"
+WAIT_SECONDS = 60.0
+TIMEOUT = 1.0
+LARGE = 9
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True)
+
+
+# Once for all tests: UCX reads a process's routes once, and finds no way to a device made later.
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    """The port of a node at THERE, 1 Gbit/s away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        yield from _server()
+
+
+def _server() -> Iterator[int]:
+    try:
+        run(f"ip netns add {NAMESPACE}")
+    except subprocess.CalledProcessError as e:
+        pytest.skip(f"no network namespaces here: {e.stderr.decode().strip()}")
+    child = None
+    try:
+        run(f"ip link add {DEVICE} type veth peer name inner netns {NAMESPACE}")
+        run(f"ip addr add {HERE}/24 dev {DEVICE}")
+        run(f"ip link set {DEVICE} up")
+        run(f"ip -n {NAMESPACE} addr add {THERE}/24 dev inner")
+        run(f"ip -n {NAMESPACE} link set inner up")
+        shape = "root tbf rate 1gbit burst 512kb latency 50ms"
+        run(f"tc -n {NAMESPACE} qdisc add dev inner {shape}")
+        script = Path(__file__).parent / "ucx_node.py"
+        child = subprocess.Popen(
+            ["ip", "netns", "exec", NAMESPACE, sys.executable, str(script), THERE, "0", "1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+        assert child.stdout is not None
+        yield int(child.stdout.readline())
+    finally:
+        if child is not None:
+            child.kill()
+            child.wait()
+        subprocess.run(["ip", "link", "del", DEVICE], check=False, capture_output=True)
+        run(f"ip netns del {NAMESPACE}")
+
+
+@pytest.fixture
+def transport(server: int) -> Iterator[UcxTransport]:
+    made = UcxTransport(THERE, server, LinkOptions(timeout_seconds=TIMEOUT))
+    made.connect()
+    yield made
+    made.close()
+
+
+def fetched(transport: UcxTransport, i: int, part: Part = Part.RESIDUAL) -> bytes:
+    out = bytearray(size_of(i))
+    future = transport.fetch(f"{i}", name(i, part), memoryview(out))
+    assert future.result(WAIT_SECONDS)
+    return bytes(out)
+
+
+def test_bytes_are_exact_with_anchors_among_the_residuals_of_eight_requests(
+    transport: UcxTransport,
+):
+    outs = {i: bytearray(size_of(i)) for r in range(8) for i in (10 * r + 4, 10 * r + 6)}
+    futures = [transport.fetch(f"{i // 10}", name(i), memoryview(out)) for i, out in outs.items()]
+    for i in range(102, 112, 3):
+        assert fetched(transport, i, Part.ANCHOR) == content(1, i)
+    assert all(future.result(WAIT_SECONDS) for future in futures)
+    assert all(out == content(1, i) for i, out in outs.items())
+
+
+def test_a_cut_link_costs_a_bounded_wait_and_heals(transport: UcxTransport):
+    out = bytearray(size_of(LARGE))
+    future = transport.fetch("r", name(LARGE), memoryview(out))
+    until = time.monotonic() + WAIT_SECONDS
+    while not any(out[:64]):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    run(f"ip link set {DEVICE} down")
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="silent"):
+        future.result(WAIT_SECONDS)
+    assert time.monotonic() - started < 4 * TIMEOUT
+    # Down for as long as TCP would go on trying; what it still holds must not arrive here.
+    time.sleep(max(0.0, started + 10 - time.monotonic()))
+    with pytest.raises(TransportError):
+        transport.connect()
+    out[:] = bytes(len(out))
+    run(f"ip link set {DEVICE} up")
+    until = time.monotonic() + WAIT_SECONDS
+    while not transport.connected:
+        assert time.monotonic() < until
+        with contextlib.suppress(TransportError):
+            transport.connect()
+    assert fetched(transport, 5) == content(1, 5)
+    assert not any(out)

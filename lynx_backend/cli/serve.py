@@ -1,0 +1,54 @@
+"""``lynx serve``: this node's store, offered to others."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+
+import typer
+from rich.console import Console
+
+from .. import metrics
+from ..config import LynxConfig
+from ..store import ChunkStore, StoredObjects
+from .options import ConfigOption
+
+logger = logging.getLogger(__name__)
+
+
+def serve(config: ConfigOption = None) -> None:
+    """Offer the tiers of a configuration to other nodes over UCX, until SIGTERM or Ctrl-C.
+
+    Prints the address once it is ready. With serve.metrics_port, http://127.0.0.1:PORT/ shows
+    Prometheus metrics, and lynx_ready among them. SIGTERM lets what was asked for be finished, for
+    at most serve.drain_seconds.
+    """
+    from ..peers import link_options
+    from ..transport.server import UcxServer  # needs a package that not everybody has
+
+    settings = LynxConfig.load(config)
+    store = ChunkStore.from_config(settings, with_peers=False)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if settings.serve.metrics_port is not None:
+        metrics.serve(settings.serve.metrics_port)
+    options = link_options(settings.peers, store.codec.spec.fingerprint)
+    keep = store.keep if settings.serve.accept_puts else None
+    server = UcxServer(
+        StoredObjects(store), settings.serve.host, settings.serve.port, options, keep
+    )
+    metrics.READY.set(1)
+    console = Console(soft_wrap=True)
+    host, port = server.address
+    console.print(f"serving {', '.join(tier.name for tier in store.tiers)} at {host}:{port}")
+    if options.secret is None and host not in ("127.0.0.1", "::1"):
+        logger.warning("no peers.secret: whoever reaches %s:%d may read every object", host, port)
+    stop.wait()
+    metrics.READY.set(0)
+    finished = server.drain(settings.serve.drain_seconds)
+    server.close()
+    store.close()
+    console.print("stopped" if finished else "stopped with requests unfinished")
+    raise typer.Exit(0 if finished else 1)

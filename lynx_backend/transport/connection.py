@@ -1,0 +1,483 @@
+"""One peer: the stream of frames, the UCX channel, what is expected from it and what it owes us.
+
+Everything here runs on the event loop of the thread that owns the connection. Whatever goes wrong
+ends the connection, and only when its channel has been given up does anybody learn of it: from then
+on no buffer is written any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from ..errors import TransportError
+from . import protocol
+from .protocol import Hello, Kind, Piece, Terms
+from .ucx import Buffer, Channel, part_of
+from .window import ANCHOR_WAIT_SECONDS, MOST_FRAGMENT_BYTES, Window
+
+_TICKS = 4
+# While messages are under way the next event is mostly nearer than going to sleep and back.
+_SPIN_SECONDS = 100e-6
+_GRACE_SECONDS = 0.05
+# What is queued towards a peer that does not read; frames are small.
+_MOST_UNSENT_BYTES = 8 << 20
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How a node treats its peers.
+
+    Attributes:
+        timeout_seconds: silence of a peer that something is wanted from, connecting included,
+            after which it counts as dead. A peer that answers but moves no data is given up after
+            six times as long.
+        anchor_wait_seconds: most time that residuals under way may cost an arriving anchor.
+        most_object_bytes: largest object that is taken or given.
+        most_open: most unfinished fetches and puts of one peer.
+        secret: shared by all nodes; None where anybody who can connect may.
+        terms: what the peer has to agree with.
+    """
+
+    timeout_seconds: float = 5.0
+    anchor_wait_seconds: float = ANCHOR_WAIT_SECONDS
+    most_object_bytes: int = 1 << 30
+    most_open: int = 16384
+    secret: bytes | None = field(default=None, repr=False)
+    terms: Terms = field(default_factory=Terms)
+
+    def hello(self, node: bytes) -> Hello:
+        """The first frame of a new connection."""
+        nonce = os.urandom(protocol.NONCE_BYTES)
+        return Hello(node, nonce, self.most_object_bytes, self.most_open, self.terms)
+
+
+@dataclass
+class Incoming:
+    """An object on its way to us.
+
+    Attributes:
+        buffer: where it goes; None once it was given up, and then it goes nowhere.
+        done: called when all of it is in.
+        released: called once nothing more can be written to the buffer of an object given up.
+    """
+
+    size: int
+    buffer: Buffer | None
+    done: Callable[[], None]
+    announced: int = 0
+    landed: int = 0
+    under_way: int = 0
+    released: Callable[[], None] | None = None
+
+
+class Connection:
+    """A peer that has proved itself.
+
+    Args:
+        reader, writer: the stream of frames.
+        channel: connected; destroyed with the connection.
+        greeting: what :func:`greet` learnt.
+
+    Attributes:
+        handle: called with every frame that is not about data under way.
+        acknowledged: called when the window has room again.
+        closed: called once, with the reason, when the connection is over and no buffer is held.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        channel: Channel,
+        greeting: Greeting,
+        options: LinkOptions,
+    ) -> None:
+        self.peer = greeting.peer
+        self.window = Window(options.anchor_wait_seconds, greeting.round_trip)
+        self.incoming: dict[int, Incoming] = {}
+        #: whether other answers are waited for
+        self.awaiting: Callable[[], bool] = lambda: False
+        self.error: TransportError | None = None
+        self.handle: Callable[[Kind, bytes], None] = lambda kind, payload: None
+        self.acknowledged: Callable[[], None] = lambda: None
+        self.closed: Callable[[TransportError], None] = lambda error: None
+        self._reader, self._writer, self._channel = reader, writer, channel
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._sent = self._received = 0
+        self._progressing = False
+        self._idle_since = 0.0
+        self._unsent: list[bytes] = []
+        self._heard = True
+        self._quiet = self._stuck = 0
+        self._moved = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to read and to watch."""
+        self._loop.add_reader(self._channel.event_fd, self._progress)
+        self._tasks = [self._loop.create_task(t) for t in (self._read(), self._watch())]
+        self._soon()
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def write(self, frame: bytes) -> None:
+        """Send one frame; nothing happens on a connection that is over."""
+        if self.error is not None:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._flush)  # what is written together is sent together
+        self._unsent.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._unsent = self._unsent, []
+        if self.error is not None:
+            return
+        self._writer.write(b"".join(frames))
+        transport = self._writer.transport
+        if transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+            self.abort(TransportError("the peer does not read what it is sent"))
+
+    async def _read(self) -> None:
+        try:
+            async for kind, payload in frames(self._reader, protocol.MOST_FRAME_BYTES):
+                self._heard = True
+                if kind == Kind.DATA:
+                    self._expect_message(*protocol.unpack_data(payload))
+                elif kind == Kind.ACK:
+                    if not self.window.acknowledged(protocol.unpack_ack(payload), time.monotonic()):
+                        raise TransportError("the peer acknowledged what was not sent")
+                    self._moved += 1
+                    self.acknowledged()
+                elif kind == Kind.PING:
+                    self.write(protocol.frame(Kind.PONG))
+                elif kind != Kind.PONG:
+                    self.handle(kind, payload)
+        except (TransportError, OSError) as e:
+            self.abort(_as_error(e))
+
+    # -- data --------------------------------------------------------------------------------------
+
+    def expect(self, id_: int, size: int, buffer: Buffer, done: Callable[[], None]) -> None:
+        """Allow the peer to send an object of ``size`` bytes into ``buffer``."""
+        self.incoming[id_] = Incoming(size, buffer, done)
+
+    def give_up(self, id_: int, released: Callable[[], None]) -> None:
+        """Want an expected object no more; ``released`` is called when its buffer is free."""
+        incoming = self.incoming[id_]
+        if incoming.under_way == 0:
+            incoming.buffer = None
+            released()
+        else:
+            incoming.released = released
+
+    def forget(self, id_: int) -> Incoming | None:
+        """The peer said that no more of this object comes; None when it was not expected."""
+        incoming = self.incoming.get(id_)
+        if incoming is not None:
+            incoming.size = incoming.announced  # what is under way ends it
+            if incoming.under_way == 0:
+                del self.incoming[id_]
+        return incoming
+
+    def _expect_message(self, sequence: int, pieces: list[Piece]) -> None:
+        total = sum(piece.length for piece in pieces)
+        if sequence != self._received or total > MOST_FRAGMENT_BYTES:
+            raise TransportError("the peer announced a message out of order or too large")
+        self._received += 1
+        targets = [self._claim(piece) for piece in pieces]
+        single = targets[0] if len(pieces) == 1 else None
+        if single is not None and single.buffer is not None and single.released is None:
+            buffer, staged = part_of(single.buffer, pieces[0].offset, total), False
+        else:
+            # For many, or for nobody any more: bounded by the limit above.
+            buffer, staged = memoryview(bytearray(total)), True
+
+        def land(ok: bool) -> None:
+            if ok:
+                self._land(sequence, pieces, targets, buffer if staged else None)
+            else:
+                self.abort(TransportError("UCX lost a message on its way from the peer"))
+
+        if total:
+            self._channel.receive(buffer, sequence, land)
+            self._soon()
+        else:
+            land(True)
+
+    def _claim(self, piece: Piece) -> Incoming:
+        incoming = self.incoming.get(piece.id)
+        if incoming is None:
+            raise TransportError("the peer announced data that was not asked for")
+        end = piece.offset + piece.length
+        if piece.offset != incoming.announced or end > incoming.size:
+            raise TransportError(
+                f"the peer announced bytes {piece.offset} to {end} of an object of "
+                f"{incoming.size}, of which {incoming.announced} were announced before"
+            )
+        incoming.announced = end
+        incoming.under_way += 1
+        return incoming
+
+    def _land(
+        self, sequence: int, pieces: list[Piece], targets: list[Incoming], staged: Buffer | None
+    ) -> None:
+        self.write(protocol.pack_ack(sequence))
+        self._moved += 1
+        at = 0
+        for piece, incoming in zip(pieces, targets, strict=True):
+            if staged is not None and incoming.buffer is not None and incoming.released is None:
+                into = incoming.buffer[piece.offset : piece.offset + piece.length]
+                into[:] = staged[at : at + piece.length]
+            at += piece.length
+            incoming.landed += piece.length
+            incoming.under_way -= 1
+            whole = incoming.landed == incoming.size
+            if whole:
+                self.incoming.pop(piece.id, None)
+            if incoming.released is not None and incoming.under_way == 0:
+                incoming.buffer, released, incoming.released = None, incoming.released, None
+                released()
+            elif whole and incoming.buffer is not None and incoming.released is None:
+                incoming.done()
+
+    def send(self, pieces: list[Piece], buffer: Buffer) -> None:
+        """Send one message that holds ``pieces``; their bytes must not change until it is over."""
+        if self.error is not None:
+            return
+        size = sum(piece.length for piece in pieces)
+        sequence, self._sent = self._sent, self._sent + 1
+        self.write(protocol.pack_data(sequence, pieces))
+        self.window.sent(sequence, size, time.monotonic())
+        if size:
+            try:
+                self._channel.send(buffer, sequence, self._sent_message)
+            except TransportError as e:
+                self.abort(e)
+            self._soon()
+
+    def _sent_message(self, ok: bool) -> None:
+        if not ok:
+            self.abort(TransportError("UCX lost a message on its way to the peer"))
+
+    def _soon(self) -> None:
+        if not self._progressing:
+            self._progressing = True
+            self._loop.call_soon(self._progress)
+
+    def _progress(self) -> None:
+        self._progressing = False
+        if self.error is not None:
+            return
+        if self._channel.progress() and self.error is None:
+            self._idle_since = time.monotonic()
+            self._soon()
+            return
+        if self.error is not None:
+            return  # by what was done just now
+        spinning = self._channel.pending and time.monotonic() - self._idle_since < _SPIN_SECONDS
+        if spinning or not self._channel.arm():
+            self._soon()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Give up a peer that is silent, or answers but moves nothing, while we wait for it."""
+        # Ticks are counted, not time: a process that was stopped itself must not blame its peer.
+        while True:
+            await asyncio.sleep(self._options.timeout_seconds / _TICKS)
+            self._soon()
+            waiting = self.incoming or self.window.messages or self.awaiting()
+            self._quiet = 0 if self._heard or not waiting else self._quiet + 1
+            self._stuck = 0 if self._moved or not waiting else self._stuck + 1
+            self._heard, self._moved = False, 0
+            seconds = self._options.timeout_seconds
+            if self._quiet > _TICKS:
+                self.abort(TransportError(f"the peer has been silent for {seconds:g} s"))
+            elif self._stuck > 6 * _TICKS:
+                self.abort(TransportError(f"the peer has moved no data for {6 * seconds:g} s"))
+            elif waiting:
+                self.write(protocol.frame(Kind.PING))
+
+    def abort(self, error: TransportError) -> None:
+        """End the connection. Idempotent; ``closed`` is called when no buffer is held any more."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._loop.remove_reader(self._channel.event_fd)
+        for task in self._tasks:
+            task.cancel()
+        # Not close(): what is unsent to a peer that does not read would keep the socket open.
+        self._writer.transport.abort()
+        # Soon, not now: this may be called from within the channel.
+        self._loop.call_soon(self._over, time.monotonic() + _GRACE_SECONDS)
+
+    def _over(self, until: float) -> None:
+        assert self.error is not None
+        # UCX may notice the end by itself, and finish what it has begun.
+        if self._channel.pending and time.monotonic() < until:
+            self._channel.progress()
+            self._loop.call_later(0.002, self._over, until)
+            return
+        self._channel.destroy()
+        self.incoming.clear()
+        self.closed(self.error)
+
+    async def settle(self, seconds: float) -> None:
+        """Let what has begun to arrive or to leave finish, at most for so long."""
+        until = time.monotonic() + seconds
+        while self.error is None and self._channel.pending and time.monotonic() < until:
+            await asyncio.sleep(0.001)
+
+
+# -- greeting --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What was learnt of a peer before the first object.
+
+    Attributes:
+        peer: its hello.
+        round_trip: seconds a frame and its answer took.
+    """
+
+    peer: Hello
+    round_trip: float
+
+
+async def read_frame(reader: asyncio.StreamReader, most: int) -> tuple[Kind, bytes]:
+    """The next frame, of at most ``most`` bytes of payload."""
+    head = await reader.readexactly(protocol.FRAME_HEADER_BYTES)
+    kind, length = protocol.frame_header(head, most)
+    return kind, await reader.readexactly(length)
+
+
+async def frames(reader: asyncio.StreamReader, most: int) -> AsyncIterator[tuple[Kind, bytes]]:
+    """All frames from now on, each of at most ``most`` bytes of payload."""
+    head = protocol.FRAME_HEADER_BYTES
+    held = bytearray()
+    while True:
+        at = 0
+        while len(held) - at >= head:
+            kind, length = protocol.frame_header(held[at : at + head], most)
+            if len(held) - at < head + length:
+                break
+            yield kind, bytes(held[at + head : at + head + length])
+            at += head + length
+        del held[:at]
+        got = await reader.read(_READ_BYTES)
+        if not got:
+            raise TransportError("the peer closed the connection")
+        held += got
+
+
+async def greet(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    side: str,
+    node: bytes,
+    options: LinkOptions,
+    open_channel: Callable[[], Channel],
+) -> tuple[Greeting, Channel]:
+    """Exchange hellos, prove the secret, and connect a channel.
+
+    Args:
+        side: ``"client"``, which speaks first, or ``"server"``.
+        open_channel: called once the peer may be talked to, in a thread.
+
+    Raises:
+        TransportError: the peer is another kind of program, of another version, does not agree, or
+            does not know the secret. It has been told why.
+    """
+    try:
+        return await _greet(reader, writer, side, node, options, open_channel)
+    except asyncio.IncompleteReadError as e:
+        raise _as_error(e) from None
+    except TransportError as e:
+        if not isinstance(e, _RefusedError):
+            writer.write(protocol.pack_text(Kind.REFUSED, str(e)))
+            with contextlib.suppress(OSError):
+                await writer.drain()
+        raise
+
+
+class _RefusedError(TransportError):
+    """The peer refused; it need not be told."""
+
+
+async def _greet(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    side: str,
+    node: bytes,
+    options: LinkOptions,
+    open_channel: Callable[[], Channel],
+) -> tuple[Greeting, Channel]:
+    mine = options.hello(node).pack()
+    server = side == "server"
+    started = time.monotonic()
+    if not server:
+        writer.write(mine)
+    payload = await _read_greeting(reader, Kind.HELLO)
+    peer = Hello.unpack(payload)
+    mismatch = options.terms.mismatch(peer.terms)
+    if mismatch is not None:
+        raise TransportError(f"{mismatch}; connect nodes that serve the same caches")
+    theirs = protocol.frame(Kind.HELLO, payload)
+    hellos = (theirs, mine) if server else (mine, theirs)
+    round_trip = time.monotonic() - started
+    if server:
+        started = time.monotonic()
+        writer.write(mine)
+        # Nothing of UCX is touched before the client has proved that it knows the secret.
+        address = await _read_proof(reader, "client", hellos, options)
+        round_trip = time.monotonic() - started
+    loop = asyncio.get_running_loop()
+    channel = await loop.run_in_executor(None, open_channel)
+    try:
+        mac = protocol.proof(options.secret or b"", side, hellos, channel.address)
+        writer.write(protocol.pack_proof(mac, channel.address))
+        if not server:
+            address = await _read_proof(reader, "server", hellos, options)
+        await loop.run_in_executor(None, channel.connect, address)
+    except BaseException:
+        channel.destroy()
+        raise
+    return Greeting(peer, round_trip), channel
+
+
+async def _read_proof(
+    reader: asyncio.StreamReader, side: str, hellos: tuple[bytes, bytes], options: LinkOptions
+) -> bytes:
+    mac, address = protocol.unpack_proof(await _read_greeting(reader, Kind.PROOF))
+    expected = protocol.proof(options.secret or b"", side, hellos, address)
+    if not hmac.compare_digest(mac, expected):
+        raise TransportError(
+            f"the {side} has another shared secret, or none; give all nodes the same one"
+        )
+    return address
+
+
+async def _read_greeting(reader: asyncio.StreamReader, wanted: Kind) -> bytes:
+    kind, payload = await read_frame(reader, protocol.MOST_GREETING_BYTES)
+    if kind == Kind.REFUSED:
+        raise _RefusedError(f"the peer refused: {protocol.unpack_text(payload)}")
+    if kind != wanted:
+        raise TransportError(f"the peer sent {kind.name} where {wanted.name} was expected")
+    return payload
+
+
+def _as_error(e: Exception) -> TransportError:
+    if isinstance(e, TransportError):
+        return e
+    if isinstance(e, asyncio.IncompleteReadError):
+        return TransportError("the peer closed the connection")
+    return TransportError(f"the connection failed: {e}")

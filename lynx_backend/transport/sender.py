@@ -1,0 +1,219 @@
+"""Sends objects to any number of connections, in the scheduler's order and within their windows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from .. import metrics
+from ..keys import ObjectName, Part
+from .connection import Connection
+from .protocol import MOST_PIECES, End, Piece, Request
+from .scheduler import FRAGMENT_BYTES, Fragment, Scheduler
+from .ucx import Buffer, part_of
+
+# An anchor that arrives now waits while the objects that were chosen before it are read.
+_MOST_READ_BYTES = 1 << 20
+_SENT = {
+    part: (
+        metrics.OBJECTS.labels(part.label, "peers", "send", "ok"),
+        metrics.BYTES.labels(part.label, "peers", "out"),
+    )
+    for part in Part
+}
+
+Load = Callable[[ObjectName], "memoryview | None"]
+#: Told how an offer ended, unless all of it was sent: id, how, why.
+Ended = Callable[[int, End, str], None]
+
+
+@dataclass
+class _Offer:
+    connection: Connection
+    request: Request
+    flow: str
+    data: Buffer | None
+    ended: Ended
+
+
+_Batch = list[tuple[Fragment, _Offer]]
+
+
+class Sender:
+    """The one who sends on this node: its link is shared by all connections.
+
+    Small objects that go to one peer travel in one message. An object is read when its turn comes,
+    by one thread, in the order of sending; what is read next does not wait for what is under way.
+
+    Args:
+        load: reads an object whose offer came without data.
+        reader: where ``load`` runs.
+    """
+
+    def __init__(self, load: Load | None = None, reader: Executor | None = None) -> None:
+        self._load, self._reader = load, reader
+        self._scheduler = Scheduler()
+        self._offers: dict[tuple[str, ObjectName], _Offer] = {}
+        self._by_id: dict[Connection, dict[int, _Offer]] = {}
+        # A flow of the scheduler is named after its connection's number and its request.
+        self._connections: dict[str, Connection] = {}
+        self._numbers: dict[Connection, str] = {}
+        self._made = 0
+        self._work = asyncio.Event()
+
+    def add(self, connection: Connection) -> None:
+        """Take part in sending to this connection."""
+        self._made += 1
+        number = str(self._made)
+        self._numbers[connection], self._connections[number] = number, connection
+        self._by_id[connection] = {}
+        connection.acknowledged = self._work.set
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection and all its offers."""
+        for offer in list(self._by_id.get(connection, {}).values()):
+            self._drop(offer)
+        self._by_id.pop(connection, None)
+        self._connections.pop(self._numbers.pop(connection, ""), None)
+
+    def open(self, connection: Connection) -> int:
+        """Number of offers to this connection that are not all sent."""
+        return len(self._by_id[connection])
+
+    def offer(
+        self, connection: Connection, request: Request, data: Buffer | None, ended: Ended
+    ) -> bool:
+        """Queue an object; False when this request already waits for this name."""
+        flow = f"{self._numbers[connection]}.{request.request}{'!' * request.alone}"
+        mine = self._by_id[connection]
+        if (flow, request.name) in self._offers or request.id in mine:
+            return False
+        offer = _Offer(connection, request, flow, data, ended)
+        self._offers[flow, request.name] = mine[request.id] = offer
+        self._scheduler.submit(flow, request.name, request.size)
+        self._work.set()
+        return True
+
+    def withdraw(self, connection: Connection, id_: int) -> bool:
+        """Send no more of an offer; False when all of it was sent, or it never was."""
+        offer = self._by_id[connection].get(id_)
+        if offer is not None:
+            self._drop(offer)
+        return offer is not None
+
+    async def run(self) -> None:
+        """Send, for ever."""
+        while True:
+            batches = self._gather()
+            if not batches:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._read([offer for batch in batches for _, offer in batch])
+            for batch in batches:
+                self._transmit(batch)
+            await asyncio.sleep(0)  # frames that came meanwhile go first: there may be an anchor
+
+    def _drop(self, offer: _Offer) -> None:
+        self._scheduler.cancel(offer.flow, offer.request.name)
+        self._forget(offer)
+
+    def _forget(self, offer: _Offer) -> None:
+        self._offers.pop((offer.flow, offer.request.name), None)
+        self._by_id[offer.connection].pop(offer.request.id, None)
+
+    def _end(self, offer: _Offer, end: End, why: str) -> None:
+        self._drop(offer)
+        part = offer.request.name.part.label
+        metrics.OBJECTS.labels(part, "peers", "send", end.name.lower()).inc()
+        offer.ended(offer.request.id, end, why)
+
+    def _connection(self, flow: str) -> Connection:
+        return self._connections[flow.split(".", 1)[0]]
+
+    def _room(self, flow: str, part: Part) -> int:
+        connection = self._connection(flow)
+        return connection.window.room(part) if connection.error is None else 0
+
+    def _gather(self) -> list[_Batch]:
+        """The next messages, as far as reading them is short work."""
+        batches: list[_Batch] = []
+        unread = 0
+        while unread < _MOST_READ_BYTES:
+            batch = self._message()
+            if not batch:
+                break
+            batches.append(batch)
+            unread += sum(o.request.size for f, o in batch if f.offset == 0 and o.data is None)
+            batch[0][1].connection.window.reserved += sum(f.length for f, _ in batch)
+        return batches
+
+    def _message(self) -> _Batch:
+        """What goes into the next message: one fragment, or several small ones."""
+        first = self._scheduler.next(self._room)
+        if first is None:
+            return []
+        batch = [self._owned(first)]
+        free = FRAGMENT_BYTES - first.length
+        connection, part = self._connection(first.request), first.name.part
+
+        def room(flow: str, wanted: Part) -> int:
+            same = self._connection(flow) is connection and wanted == part
+            return free if same and not flow.endswith("!") else 0
+
+        while free > 0 and not first.request.endswith("!") and len(batch) < MOST_PIECES:
+            fragment = self._scheduler.next(room)
+            if fragment is None:
+                break
+            batch.append(self._owned(fragment))
+            free -= fragment.length
+        return batch
+
+    def _owned(self, fragment: Fragment) -> tuple[Fragment, _Offer]:
+        return fragment, self._offers[fragment.request, fragment.name]
+
+    async def _read(self, offers: list[_Offer]) -> None:
+        missing = [offer for offer in offers if offer.data is None]
+        if not missing or self._load is None:
+            return
+        names = [offer.request.name for offer in missing]
+        loop = asyncio.get_running_loop()
+        results = await loop.run_in_executor(self._reader, self._load_all, names)
+        for offer, data in zip(missing, results, strict=True):
+            if isinstance(data, Exception):
+                self._end(offer, End.FAILED, f"{type(data).__name__}: {data}")
+            elif data is None or data.nbytes != offer.request.size:
+                self._end(offer, End.ABSENT, "")
+            else:
+                offer.data = data.cast("B") if data.nbytes else data
+
+    def _load_all(self, names: list[ObjectName]) -> list[memoryview | Exception | None]:
+        return [self._load_one(name) for name in names]
+
+    def _load_one(self, name: ObjectName) -> memoryview | Exception | None:
+        assert self._load is not None
+        # Whatever a source raises concerns this object only: the others must go on.
+        try:
+            return self._load(name)
+        except Exception as e:
+            return e
+
+    def _transmit(self, batch: _Batch) -> None:
+        connection = batch[0][1].connection
+        connection.window.reserved -= sum(f.length for f, _ in batch)
+        # While the batch was read, some of it may have been withdrawn or have failed.
+        batch = [(f, o) for f, o in batch if self._offers.get((f.request, f.name)) is o]
+        if not batch:
+            return
+        pieces = [Piece(o.request.id, f.offset, f.length) for f, o in batch]
+        buffers = [part_of(o.data, f.offset, f.length) for f, o in batch]
+        message = buffers[0] if len(batch) == 1 else memoryview(b"".join(buffers))
+        connection.send(pieces, message)
+        for fragment, offer in batch:
+            sent_objects, sent_bytes = _SENT[fragment.name.part]
+            sent_bytes.inc(fragment.length)
+            if fragment.last:
+                self._forget(offer)
+                sent_objects.inc()
