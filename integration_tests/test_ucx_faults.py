@@ -71,9 +71,10 @@ def connect() -> Iterator[Callable[[Process], UcxTransport]]:
     made: list[UcxTransport] = []
 
     def connect(process: Process) -> UcxTransport:
-        made.append(UcxTransport("127.0.0.1", process.port, OPTIONS))
-        made[-1].connect()
-        return made[-1]
+        transport = UcxTransport("127.0.0.1", process.port, OPTIONS)
+        made.append(transport)
+        transport.connect()
+        return transport
 
     yield connect
     for transport in made:

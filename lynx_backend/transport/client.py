@@ -268,7 +268,8 @@ class UcxTransport(Transport):
 
     def _require(self) -> Connection:
         if self._connection is None or self._connection.error is not None:
-            why = f"; the last connection ended: {self._lost}" if self._lost else ""
+            lost = self._lost if self._connection is None else self._connection.error
+            why = f"; the last connection ended: {lost}" if lost else ""
             raise TransportError(f"not connected to {self.host}:{self.port}{why}")
         return self._connection
 
