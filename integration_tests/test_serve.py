@@ -165,7 +165,7 @@ def test_sigterm_drains_and_says_so(node: Node):
     with_metrics.send_signal(signal.SIGTERM)
     assert with_metrics.wait(WAIT_SECONDS) == 0
     assert with_metrics.stdout is not None
-    assert with_metrics.stdout.read() == b"stopped\n"
+    assert with_metrics.stdout.read().endswith(b"stopped\n")  # UCX may have said something first
     store.close()
 
 
