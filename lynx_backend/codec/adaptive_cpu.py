@@ -41,16 +41,16 @@ def clip(x: Any, least: Any, most: Any) -> Any:
 
 
 @_inline
-def _rotate(row: Any, heads: int, d: int, cos: Any, sin: Any, out: Any) -> None:
-    """Turn the pairs of every head into ``out``, which is other memory than ``row``."""
+def rotate(row: Any, heads: int, d: int, cos: Any, sin: Any, way: Any, out: Any) -> None:
+    """Turn the pairs of every head into ``out``, other memory than ``row``; way: -1 turns back."""
     pairs = cos.size
     for h in range(heads):
         a, b = row[h * d : h * d + pairs], row[h * d + pairs : h * d + 2 * pairs]
         x, y = out[h * d : h * d + pairs], out[h * d + pairs : h * d + 2 * pairs]
         for c in range(pairs):
-            x[c] = a[c] * cos[c] - b[c] * sin[c]
+            x[c] = a[c] * cos[c] - b[c] * (way * sin[c])
         for c in range(pairs):
-            y[c] = b[c] * cos[c] + a[c] * sin[c]
+            y[c] = b[c] * cos[c] + a[c] * (way * sin[c])
         a, x = row[h * d + 2 * pairs : (h + 1) * d], out[h * d + 2 * pairs : (h + 1) * d]
         for c in range(a.size):
             x[c] = a[c]
@@ -188,7 +188,7 @@ def decode_layers(
                         )  # fmt: skip
                     out = row
                     if not token_scale:
-                        _rotate(row, heads, d, cos[angles, t], sin[angles, t], turned)
+                        rotate(row, heads, d, cos[angles, t], sin[angles, t], _ONE, turned)
                         out = turned
                     for h in range(heads):
                         if section[head_at + h] == t:

@@ -21,7 +21,7 @@ from ._scalars import (
     magnitude,
     upper_byte,
 )
-from .adaptive_cpu import clip, power_of_two
+from .adaptive_cpu import clip, power_of_two, rotate
 from .adaptive_reference import (
     INVERSE_QUARTERS,
     LEAST_EXPONENT,
@@ -115,22 +115,6 @@ def _set_widths(ranges: Any, priority: Any, total: int, level: Any, width: Any) 
         c -= 1
 
 
-@_inline
-def _rotate_back(row: Any, heads: int, d: int, cos: Any, sin: Any, out: Any) -> None:
-    """The inverse turn of :func:`_rotate`."""
-    pairs = cos.size
-    for h in range(heads):
-        a, b = row[h * d : h * d + pairs], row[h * d + pairs : h * d + 2 * pairs]
-        x, y = out[h * d : h * d + pairs], out[h * d + pairs : h * d + 2 * pairs]
-        for c in range(pairs):
-            x[c] = a[c] * cos[c] + b[c] * sin[c]
-        for c in range(pairs):
-            y[c] = b[c] * cos[c] - a[c] * sin[c]
-        a, x = row[h * d + 2 * pairs : (h + 1) * d], out[h * d + 2 * pairs : (h + 1) * d]
-        for c in range(a.size):
-            x[c] = a[c]
-
-
 @_jit
 def _find_row(
     words: Any, dtype: int, step: int, length: int, row: Any, work: Any, squares: Any, star: Any
@@ -190,7 +174,7 @@ def _load_page(
         for c in range(channels):
             peak[c] = larger(peak[c], magnitude(loaded[c]))
         if not token_scale:
-            _rotate_back(row, heads, d, cos[t], sin[t], out)
+            rotate(row, heads, d, cos[t], sin[t], -_ONE, out)
         for h in range(heads):
             part = out[h * d : (h + 1) * d]
             if token_scale:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from ..errors import InvalidInputError
 from ..keys import ObjectName
 
 
@@ -51,3 +52,11 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop; unfinished futures fail with TransportError. Idempotent."""
+
+
+def already_fetching(request: str, name: ObjectName) -> InvalidInputError:
+    """What :meth:`Transport.fetch` raises while the same request waits for the same object."""
+    return InvalidInputError(
+        f"request {request!r} is already fetching {name}; wait for it, cancel it or "
+        "use another request id"
+    )

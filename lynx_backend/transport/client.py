@@ -12,7 +12,7 @@ from functools import partial
 from ..errors import InvalidInputError, TransportError
 from ..keys import ObjectName
 from . import protocol
-from .base import Transport
+from .base import Transport, already_fetching
 from .connection import Connection, LinkOptions, greet
 from .loop import LoopThread
 from .protocol import MOST_NAMES, NODE_BYTES, End, Kind, Request
@@ -133,10 +133,7 @@ class UcxTransport(Transport):
         with self._lock:
             self._check_open()
             if (request, name) in self._fetches:
-                raise InvalidInputError(
-                    f"request {request!r} is already fetching {name}; wait for it, cancel it or "
-                    "use another request id"
-                )
+                raise already_fetching(request, name)
             self._fetches[request, name] = transfer
         self._start(transfer, Kind.FETCH)
         return transfer

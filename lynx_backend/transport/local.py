@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from ..errors import InvalidInputError, TransportError
 from ..keys import ObjectName
-from .base import ObjectSource, Transport
+from .base import ObjectSource, Transport, already_fetching
 from .pacing import Pacer
 from .scheduler import FRAGMENT_BYTES, Fragment, Scheduler
 
@@ -115,10 +115,7 @@ class LocalTransport(Transport):
         with self._lock:
             self._check_open()
             if (request, name) in self._fetches:
-                raise InvalidInputError(
-                    f"request {request!r} is already fetching {name}; wait for it, cancel it or "
-                    "use another request id"
-                )
+                raise already_fetching(request, name)
             if self._pacer is not None and not self._fetches:
                 self._pacer.resume(time.monotonic())
             self._scheduler.submit(request, name, fetch.size)
