@@ -92,21 +92,17 @@ def count_impossible(anchor: Any, shape: Any, totals: Any, page_tokens: int, sta
 
 @_inline
 def _rebuild(
-    code: Any, extra: Any, step: Any, fraction: Any, low: Any, span: Any, by: Any,
+    code: Any, extra: Any, step: Any, fraction: Any, low: Any, half: Any, scale: Any,
     beta: Any, c3: Any, out: Any,
 ) -> None:  # fmt: skip
-    """One head of one token from its codes."""
-    if beta > _ZERO:
-        for c in range(out.size):
-            q = u8_to_float(code[c]) * step + u8_to_float(extra[c])
-            w = (q + _HALF) * fraction[c]
-            z = w + w - _ONE
-            w = (z * (c3 + beta * abs(z)) + _ONE) * _HALF
-            out[c] = (low[c] + w * span[c]) * by
-    else:
-        for c in range(out.size):
-            q = u8_to_float(code[c]) * step + u8_to_float(extra[c])
-            out[c] = (low[c] + (q + _HALF) * fraction[c] * span[c]) * by
+    """One token from its codes; fraction, half: twice a code's width, half the range.
+
+    Where a two is multiplied in changes no bit; β = 0 needs no case of its own.
+    """
+    for c in range(out.size):
+        q = u8_to_float(code[c]) * step + u8_to_float(extra[c])
+        z = (q + _HALF) * fraction[c] - _ONE
+        out[c] = (low[c] + (z * (c3 + beta * abs(z)) + _ONE) * half[c]) * scale[c]
 
 
 @_inline
@@ -129,8 +125,9 @@ def decode_layers(
     channels = heads * d
     pages = (tokens + page_tokens - 1) // page_tokens
     row = np.empty(channels, np.float32)
-    low, span = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    low, half = np.empty(channels, np.float32), np.empty(channels, np.float32)
     fraction, width = np.empty(channels, np.float32), np.empty(channels, np.int64)
+    scale, exponent = np.empty(channels, np.float32), np.empty(heads, np.int64)
     places = (channels + MAX_WIDTH * LANES) // LANES * LANES
     order, place = np.empty(places, np.uint32), np.empty(channels, np.uint32)
     sizes = np.empty(MAX_WIDTH, np.int64)
@@ -158,9 +155,13 @@ def decode_layers(
                 used = sort_by_width(width, order, place, sizes)
                 for c in range(channels):
                     low[c] = _read_fp16(section, c)
-                    span[c] = _read_fp16(section, channels + c)
-                    fraction[c] = power_of_two(-(width[c] + added))
+                    half[c] = _read_fp16(section, channels + c) * _HALF
+                    fraction[c] = power_of_two(1 - (width[c] + added))
                 head_at = 4 * channels + (channels + 1) // 2
+                for h in range(heads):
+                    exponent[h] = np.int8(section[head_at + heads + h])
+                    if not token_scale:
+                        scale[h * d : (h + 1) * d] = power_of_two(exponent[h])
                 scales_at = head_at + 6 * heads + channels
                 planes_at = scales_at + ((length * heads + 1) // 2 if token_scale else 0)
                 at = (layer * kvs + kv) * starts[5, kv] + page * starts[4, kv]
@@ -174,18 +175,13 @@ def decode_layers(
                         reorder(four, place, word[:used], moved, codes)
                     if use:
                         _get_codes(plane, channels, t, residual_bits, extra)
-                    for h in range(heads):
-                        exponent = np.int64(np.int8(section[head_at + heads + h]))
-                        by = power_of_two(exponent)
-                        if token_scale:
+                    if token_scale:
+                        for h in range(heads):
                             n = t * heads + h
-                            n = exponent - ((section[scales_at + (n >> 1)] >> (4 * (n & 1))) & 15)
-                            by = QUARTERS[n & 3] * power_of_two(n >> 2)
-                        part = slice(h * d, (h + 1) * d)
-                        _rebuild(
-                            codes[t & 3, part], extra[part], step, fraction[part], low[part],
-                            span[part], by, beta, c3, row[part],
-                        )  # fmt: skip
+                            below = (section[scales_at + (n >> 1)] >> (4 * (n & 1))) & 15
+                            n = exponent[h] - below
+                            scale[h * d : (h + 1) * d] = QUARTERS[n & 3] * power_of_two(n >> 2)
+                    _rebuild(codes[t & 3], extra, step, fraction, low, half, scale, beta, c3, row)
                     out = row
                     if not token_scale:
                         rotate(row, heads, d, cos[angles, t], sin[angles, t], _ONE, turned)
