@@ -96,15 +96,25 @@ def chunk_id(spec: bytes, layout: KVLayout, key: bytes, digests: list[bytes]) ->
 
 def seal(spec: bytes, layout: KVLayout, key: bytes, payloads: list[memoryview]) -> list[bytes]:
     """Headers for the finished payloads of one chunk, in part order."""
+    return headers(spec, layout, key, [(len(p), payload_digest(p)) for p in payloads])
+
+
+def headers(
+    spec: bytes, layout: KVLayout, key: bytes, payloads: list[tuple[int, bytes]]
+) -> list[bytes]:
+    """As :func:`seal`, from the payloads' sizes and digests.
+
+    Raises:
+        InvalidInputError: the key does not have ``KEY_BYTES`` bytes.
+    """
     if len(key) != KEY_BYTES:
         raise InvalidInputError(
             f"a chunk key is {KEY_BYTES} bytes (ChunkKey.digest), got {len(key)}"
         )
-    digests = [payload_digest(p) for p in payloads]
-    ident = chunk_id(spec, layout, key, digests)
+    ident = chunk_id(spec, layout, key, [digest for _, digest in payloads])
     return [
-        Header(Part(i), layout, len(p), spec, key, ident, d).pack()
-        for i, (p, d) in enumerate(zip(payloads, digests, strict=True))
+        Header(Part(i), layout, size, spec, key, ident, digest).pack()
+        for i, (size, digest) in enumerate(payloads)
     ]
 
 
@@ -115,13 +125,16 @@ def parse(data: Buffer) -> Header:
         CorruptObjectError: truncated, extended or damaged header.
         FormatMismatchError: not an object, or of a version this code does not read.
     """
-    size = len(data)
+    return parse_header(bytes(memoryview(data)[:HEADER_BYTES]), len(data))
+
+
+def parse_header(raw: bytes, size: int) -> Header:
+    """As :func:`parse`, from the first ``HEADER_BYTES`` bytes of an object of ``size`` bytes."""
     if size < HEADER_BYTES:
         raise CorruptObjectError(
             f"object truncated: {size} bytes, but the header alone has {HEADER_BYTES}; delete it "
             "and let it be stored again"
         )
-    raw = bytes(memoryview(data)[:HEADER_BYTES])
     (
         magic, version, part, parts, dtype, kv, reserved,
         layers, tokens, heads, head_dim, payload_bytes, spec, key, ident, digest,

@@ -38,7 +38,7 @@ class Codec:
 
     Args:
         spec: how to quantize; two codecs exchange objects exactly when their specs are equal.
-        device: ``"cpu"``.
+        device: ``"cpu"``, or ``"cuda"`` (``"cuda:1"``), which makes a ``CudaCodec``.
         threads: threads that share one call; default: ``torch.get_num_threads()``.
         calibration: what profile ``adaptive`` knows of the model; without it that profile works,
             at about the fidelity of ``linear``. Its fingerprint becomes part of :attr:`spec`.
@@ -48,6 +48,17 @@ class Codec:
         UnsupportedError: no implementation for ``device`` in this installation.
     """
 
+    _device_type = "cpu"
+
+    def __new__(
+        cls, spec: CodecSpec | None = None, device: str = "cpu", *_: Any, **__: Any
+    ) -> Codec:
+        if cls is Codec and torch.device(device).type == "cuda":
+            from .cuda_codec import CudaCodec  # not everyone has CuPy
+
+            return super().__new__(CudaCodec)
+        return super().__new__(cls)
+
     def __init__(
         self,
         spec: CodecSpec | None = None,
@@ -55,8 +66,8 @@ class Codec:
         threads: int | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        if torch.device(device).type != "cpu":
-            raise UnsupportedError(f"no codec for device {device!r} here; use device='cpu'")
+        if torch.device(device).type != self._device_type:
+            raise UnsupportedError(f"no codec for device {device!r}; use device='cpu' or 'cuda'")
         if threads is not None and threads < 1:
             raise InvalidInputError(f"threads must be at least 1, got {threads}")
         spec = spec or CodecSpec()
@@ -95,7 +106,8 @@ class Codec:
             InvalidInputError: wrong shape, dtype or device; or an element that is NaN, infinite or
                 beyond ±65504, which no reader of the cache could use either.
         """
-        layout = _layout_of(kv)
+        layout = layout_of(kv)
+        _expect_cpu(kv, "a tensor")
         objects: list[torch.Tensor] = []
 
         def make(size: int) -> Bytes:
@@ -218,13 +230,12 @@ def _make_pool(pid: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="lynx-codec")
 
 
-def _layout_of(kv: torch.Tensor) -> KVLayout:
+def layout_of(kv: torch.Tensor) -> KVLayout:
+    """The axes of a cache; raises InvalidInputError for what is none."""
     if not isinstance(kv, torch.Tensor):
         raise InvalidInputError(f"a KV cache is a torch.Tensor {_AXES}, got {type(kv).__name__}")
     if kv.dim() != 5:
         raise InvalidInputError(f"a KV cache has the axes {_AXES}, got shape {tuple(kv.shape)}")
-    if kv.device.type != "cpu":
-        raise InvalidInputError(f"this codec works on the CPU, got a tensor on {kv.device}")
     name = _TORCH_DTYPES.get(kv.dtype, str(kv.dtype).removeprefix("torch."))
     sizes = tuple(kv.shape)
     return KVLayout(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], name)
@@ -247,8 +258,13 @@ def _memory(kv: torch.Tensor, layout: KVLayout) -> CacheMemory:
     return CacheMemory(words, cpu.DTYPE_CODES[layout.dtype], np.array(strides, np.int64), layout)
 
 
+def object_bytes(data: Object) -> Bytes:
+    """An object in host memory as an array, which is not to be written to."""
+    return _writable(np.frombuffer(_view(data), np.uint8))
+
+
 def _payload(data: Object) -> Bytes:
-    return _writable(np.frombuffer(_view(data), np.uint8))[wire.HEADER_BYTES :]
+    return object_bytes(data)[wire.HEADER_BYTES :]
 
 
 def _view(data: Object) -> memoryview:
@@ -263,9 +279,13 @@ def _view(data: Object) -> memoryview:
             "an object is a contiguous 1-D uint8 tensor from encode(), got "
             f"{data.dtype} of shape {tuple(data.shape)}"
         )
-    if data.device.type != "cpu":
-        raise InvalidInputError(f"this codec works on the CPU, got an object on {data.device}")
+    _expect_cpu(data, "an object")
     return data.numpy().data
+
+
+def _expect_cpu(data: torch.Tensor, what: str) -> None:
+    if data.device.type != "cpu":
+        raise InvalidInputError(f"this codec works on the CPU, got {what} on {data.device}")
 
 
 class _Alias:
@@ -286,7 +306,8 @@ def _target(out: torch.Tensor | None, layout: KVLayout) -> torch.Tensor:
     dtype = getattr(torch, layout.dtype)
     if out is None:
         return torch.empty(layout.shape, dtype=dtype)
-    found = _layout_of(out)
+    found = layout_of(out)
+    _expect_cpu(out, "a tensor")
     if found != layout:
         raise InvalidInputError(
             f"the objects hold a cache of shape {layout.shape} {layout.dtype}, the target is "
