@@ -583,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(256) decode_both(
 // -- verify ----------------------------------------------------------------------------------------
 
 // Checks that an anchor's scales and indices are such as an encoder writes, and the digests. The
-// verdict is a sum of WRONG_*, for the decoder (`gate`) and for the host (`record`).
+// verdict: see digest.cu.
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1)) verify(
     PLAN_ARGS, i64 tokens, int exact, const u8* anchor, i64 anchor_bytes, u64 anchor_digest,
     const u8* residual, i64 residual_bytes, u64 residual_digest, u64* digests, Scratch* s, u32* gate,
@@ -604,14 +604,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1)) verify(
         const int i = threadIdx.x;
         if (index[i] >= tokens || (i && index[i] <= index[i - 1])) atomicOr(&s->bad, WRONG_INDICES);
     }
-    u64 found[2];
-    if (!digest_both(anchor, anchor_bytes, residual, residual_bytes, blockIdx.x, digests, s, found) ||
-        threadIdx.x) return;
-    u32 wrong = s->bad;
-    if (found[0] != anchor_digest) wrong |= WRONG_ANCHOR;
-    if (residual && found[1] != residual_digest) wrong |= WRONG_RESIDUAL;
-    s->bad = 0;
-    *gate = wrong;
-    *record = wrong;
-    __threadfence_system();
+    verdict(anchor, anchor_bytes, anchor_digest, residual, residual_bytes, residual_digest, digests, s,
+            gate, record);
 }

@@ -226,3 +226,20 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1)) seal(
 #define WRONG_RESIDUAL 2
 #define WRONG_SCALES 4
 #define WRONG_INDICES 8
+
+// The last step of a verification: digests, and with what `bad` says, a sum of WRONG_*, for the
+// decoder (`gate`) and the host (`record`).
+DEVICE void verdict(const u8* anchor, i64 anchor_bytes, u64 anchor_digest, const u8* residual,
+                    i64 residual_bytes, u64 residual_digest, u64* digests, Scratch* s, u32* gate,
+                    u64* record) {
+    u64 found[2];
+    if (!digest_both(anchor, anchor_bytes, residual, residual_bytes, blockIdx.x, digests, s, found) ||
+        threadIdx.x) return;
+    u32 wrong = s->bad;
+    if (found[0] != anchor_digest) wrong |= WRONG_ANCHOR;
+    if (residual_bytes && found[1] != residual_digest) wrong |= WRONG_RESIDUAL;
+    s->bad = 0;
+    *gate = wrong;
+    *record = wrong;
+    __threadfence_system();
+}

@@ -49,6 +49,11 @@ def check_device(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block may have."""
+    return int(cupy.cuda.Device(device.index).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
 class Kernels:
     """The kernels of some source files under one set of definitions.
 

@@ -21,6 +21,7 @@ from ..layout import KVLayout
 from .calibration import Calibration
 from .codec import Codec, Object, layout_of, object_bytes
 from .cuda import check_device
+from .cuda_adaptive import CudaAdaptive
 from .cuda_chunked import CudaChunked
 from .cuda_memory import Place, Records
 from .cuda_scheme import CudaScheme, refusal
@@ -156,6 +157,8 @@ class CudaCodec(Codec):
         self._launching = threading.Lock()  # the kernels of one call share scratch memory
 
     def _make_scheme(self) -> CudaScheme:
+        if self.spec.profile == "adaptive":
+            return CudaAdaptive(self.spec, self.device, self.calibration)
         return CudaChunked(self.spec, self.device)
 
     # -- encode ------------------------------------------------------------------------------------
