@@ -215,8 +215,7 @@ DEVICE void mean_scales(const Pack (&x)[8], u32 kept, int row, int lane, bool ac
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(PAGE, PAGE <= 256 ? 1024 / PAGE > 4 ? 4 : 1024 / PAGE : 1)
-encode(CACHE_ARGS, PLAN_ARGS, int layers, Scratch* s, const float* __restrict__ grid_thresholds,
+extern "C" __global__ void __launch_bounds__(PAGE, ENCODE_BLOCKS) encode(CACHE_ARGS, PLAN_ARGS, int layers, Scratch* s, const float* __restrict__ grid_thresholds,
        const u8* __restrict__ grid_codes, u8* __restrict__ anchor, u8* __restrict__ residual)
 {
     const Cache cache = CACHE;

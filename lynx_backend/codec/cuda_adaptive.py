@@ -17,8 +17,9 @@ from .cuda_memory import Place
 from .cuda_scheme import CudaScheme, address
 from .spec import CodecSpec
 
-FILES = ("element.cuh", "cache.cuh", "digest.cu", "adaptive.cu")
-_WARP = 32
+_COMMON = ("element.cuh", "cache.cuh", "digest.cu", "adaptive.cuh")
+ENCODE_FILES, DECODE_FILES = (*_COMMON, "adaptive_encode.cu"), (*_COMMON, "adaptive_decode.cu")
+_WARP, _THREADS = 32, 256
 
 
 class CudaAdaptive(CudaScheme):
@@ -44,7 +45,7 @@ class CudaAdaptive(CudaScheme):
         spec, layout = self.spec, place.layout
         plan = AdaptivePlan.of(spec, layout)
         tables = self._tables_of(layout)
-        kernels, threads, shared = self._kernels(place)
+        kernels, shared = self._kernels(place, ENCODE_FILES)
         scratch = self.scratch()
         pages = layout.layers * plan.pages
         # Counts that heads wait for, and what is written into bytes that heads share.
@@ -56,7 +57,7 @@ class CudaAdaptive(CudaScheme):
             dtype=torch.uint8, device=self._device,
         )  # fmt: skip
         kernels.launch(
-            "encode", pages * layout.heads, threads,
+            "encode", pages * layout.heads, _THREADS,
             (*place.args, *_plan_args(spec, layout), *map(address, tables), address(exchange),
              address(published), address(scratch), address(anchor), address(residual)),
             shared,
@@ -68,7 +69,7 @@ class CudaAdaptive(CudaScheme):
         digests: tuple[bytes, bytes], record: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         layout = place.layout
-        kernels, _, _ = self._kernels(place)
+        kernels, _ = self._kernels(place, DECODE_FILES)
         plan = AdaptivePlan.of(self.spec, layout)
         before = _plan_args(self.spec, layout)
         return self.launch_verify(
@@ -82,27 +83,28 @@ class CudaAdaptive(CudaScheme):
         layout = place.layout
         plan = AdaptivePlan.of(self.spec, layout)
         cos, sin, table, _ = self._tables_of(layout)
-        kernels, threads, shared = self._kernels(place)
+        kernels, shared = self._kernels(place, DECODE_FILES)
         kernels.launch(
             "decode_anchor" if residual is None else "decode_both",
-            plan.units * plan.pages * layout.heads, threads,
+            plan.units * plan.pages * layout.heads, _THREADS,
             (*place.args, *_plan_args(self.spec, layout), address(cos), address(sin),
              address(table), address(anchor), address(residual), address(gate)),
             shared,
         )  # fmt: skip
 
-    def _kernels(self, place: Place) -> tuple[Kernels, int, int]:
-        """The kernels, threads of a block and its shared memory."""
+    def _kernels(self, place: Place, files: tuple[str, ...]) -> tuple[Kernels, int]:
+        """Kernels and the shared memory of a block."""
         layout = place.layout
         pairs = 0 if self._calibration is None else self._calibration.cos.shape[2]
-        defines, threads, shared = adaptive_defines(self.spec, place.defines, layout.kv, pairs)
-        if shared > self._most_shared or layout.heads > self._most_heads or threads > 1024:
+        find = encode_defines if files == ENCODE_FILES else decode_defines
+        defines, shared = find(self.spec, place.defines, layout.kv, pairs, self._most_shared)
+        if shared > self._most_shared or layout.heads > self._most_heads:
             raise UnsupportedError(
                 f"profile adaptive on this GPU takes up to {self._most_heads} heads and pages of a "
                 f"head of up to {self._most_shared} bytes of shared memory; {layout.heads} heads "
                 f"of {layout.head_dim} need {shared}: use device='cpu' or profile linear"
             )
-        return Kernels.of(FILES, defines), threads, shared
+        return Kernels.of(files, defines), shared
 
     def _tables_of(self, layout: KVLayout) -> tuple[torch.Tensor, ...]:
         """cos, sin, table and priority on the GPU."""
@@ -117,37 +119,61 @@ class CudaAdaptive(CudaScheme):
         return self._tables[key]
 
 
-def adaptive_defines(
+def encode_defines(
+    spec: CodecSpec, place: dict[str, int], kv: int, pairs: int, most: int
+) -> tuple[dict[str, object], int]:
+    """What ``kernels/adaptive_encode.cu`` is compiled with; shared memory of a block."""
+    defines, apart = _defines(spec, place, kv, pairs)
+    dim, width = place["DIM"], 4 if place["DTYPE"] == 2 else 2
+    rest = dim * (4 * apart + 28) + 8 * spec.page_tokens + 512
+    staged = spec.page_tokens * dim * width + rest <= most
+    shared = rest + spec.page_tokens * dim * (width if staged else 1)
+    blocks = max(1, min(3, most // shared))
+    return defines | {
+        "STAGED": int(staged), "COPY": place["VEC"], "BLOCKS": blocks, "SHARED_BYTES": shared,
+    }, shared  # fmt: skip
+
+
+def decode_defines(
+    spec: CodecSpec, place: dict[str, int], kv: int, pairs: int, most: int
+) -> tuple[dict[str, object], int]:
+    """What ``kernels/adaptive_decode.cu`` is compiled with; shared memory of a block."""
+    defines, apart = _defines(spec, place, kv, pairs)
+    shared = place["DIM"] * (spec.page_tokens + 4 * apart + 16) + 4 * spec.page_tokens + 512
+    blocks = max(1, min(4, most // shared))
+    return defines | {"BLOCKS": blocks, "SHARED_BYTES": shared}, shared
+
+
+def _defines(
     spec: CodecSpec, place: dict[str, int], kv: int, pairs: int
-) -> tuple[dict[str, object], int, int]:
-    """What ``kernels/adaptive.cu`` is compiled with; threads of a block and its shared memory."""
-    dim, vec, beta = place["DIM"], place["VEC"], spec.alpha
+) -> tuple[dict[str, object], int]:
+    """Definitions for ``kernels/adaptive.cuh``, and rows of threads that rotate through memory."""
+    dim, beta = place["DIM"], spec.alpha
     power = 1 << (dim - 1).bit_length()
+    vec = min(place["VEC"], max(4, dim // _WARP))  # whole warps to a token, but 4 bytes to a thread
     paired = dim == power and 2 <= vec <= dim and dim // vec <= _WARP and pairs in (0, dim // 2)
+    if not paired:
+        vec = place["VEC"]
     packs = dim // vec if paired else max(1, power // vec)
     lanes = min(packs, _WARP)
-    rows = max(spec.page_tokens // 8, _WARP // lanes)
-    threads = rows * lanes
-    apart = rows if pairs and not paired else 1
-    tile = max(8 * threads // _WARP, spec.page_tokens)
-    shared = dim * (tile + 4 * apart + 24) + 32 * rows + 5 * spec.page_tokens + 256
     curve = {
         "BETA": beta, "ONE_LESS": 1 - beta, "ONE_LESS_SQUARED": (1 - beta) ** 2, "FOUR": 4 * beta,
         "INVERSE": 1 / (2 * beta) if beta else 0.0,
     }  # fmt: skip
     defines: dict[str, object] = place | {
+        "VEC": vec,
         "KV": kv,
         "RESIDUAL_BITS": spec.residual_bits,
         "PAGE": spec.page_tokens,
         "PAIRS": pairs,
-        "PAIRED": int(paired),
+        "THREADS": _THREADS,
         "LANES": lanes,
         "COLUMNS": packs // lanes,
-        "SHARED_BYTES": shared,
+        "PAIRED": int(paired),
         "CURVED": int(beta > 0),
         **{name: f"{float(np.float32(x))!r}f" for name, x in curve.items()},
     }
-    return defines, threads, shared
+    return defines, _THREADS // lanes if pairs and not paired else 0
 
 
 @lru_cache(maxsize=256)

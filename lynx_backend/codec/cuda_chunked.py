@@ -107,6 +107,7 @@ def chunked_defines(spec: CodecSpec, place: dict[str, int]) -> dict[str, object]
     vec = 1 if spec.chunk % 8 else place["VEC"]
     return place | {
         "VEC": vec,
+        "ENCODE_BLOCKS": max(1, min(4, 1024 // spec.page_tokens)),
         "PAPER": int(spec.profile == "paper"),
         "ANCHOR_BITS": spec.anchor_bits,
         "RESIDUAL_BITS": spec.residual_bits,

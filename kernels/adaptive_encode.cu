@@ -1,0 +1,512 @@
+// The encoder of the profile `adaptive`. Also compiled with STAGED 0 | 1 and COPY elements.
+//
+// STAGED: the head's page is copied into shared memory, COPY elements at a time, so that the device's
+// memory is read once; the codes then take its place. Otherwise it is too large, and read again.
+//
+// A width's plane holds the channels of all heads, so a block must know the other heads' widths
+// before it can write. Blocks take their work in order from a counter and wait only for blocks that
+// began at most HEADS places from them; HEADS is at most what the device runs at once.
+#define STEP (1 << RESIDUAL_BITS)
+
+struct Shared {
+#if STAGED
+    uint4 tile[(PAGE * DIM * ELEMENT_BYTES + 15) / 16];  // [PAGE][DIM]; then words
+#else
+    u64 tile[PAGE / 8 * DIM];  // words: a channel's codes of 8 tokens, [PAGE / 8][DIM]
+#endif
+    int bottom[DIM], top[DIM];  // of a channel, in_order
+    float low[DIM], factor[DIM];
+    float by[PAGE];  // what a token's values are multiplied with
+    float squares[PAGE];
+    float rows[PAIRED || !PAIRS ? 1 : ROWS][PAIRED || !PAIRS ? 1 : DIM];
+    Channels c;
+    int star, exponent, ticket;
+    u32 peak;
+    u16 ranges[DIM], row_code[DIM];
+    DEVICE_MEMBER u64* words(int group) {
+        return reinterpret_cast<u64*>(reinterpret_cast<u8*>(tile) + group * 8 * DIM * (STAGED ? ELEMENT_BYTES : 1));
+    }
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES");
+
+// A float as an integer that sorts as it does, and back.
+DEVICE int in_order(float x) {
+    const int bits = __float_as_int(x);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+DEVICE float from_order(int x) { return __int_as_float(x ^ (x >> 31 & 0x7FFFFFFF)); }
+
+// A head's page as the passes read it.
+struct Source {
+    const u8* from;  // the head's first channel in the unit
+    const Cache* cache;
+    const u8* tile;
+    i64 first;
+    DEVICE_MEMBER const u8* token(int t) const {
+#if STAGED
+        return tile + t * DIM * ELEMENT_BYTES;
+#else
+        const i64 at = cache->token(first + t);
+        return from + (at < 0 ? 0 : at) * ELEMENT_BYTES;
+#endif
+    }
+};
+
+DEVICE void stage(const Source& source, const Cache& cache, u8* tile, int length, u32* bad) {
+#if STAGED
+    constexpr int BYTES = COPY * ELEMENT_BYTES, PARTS = DIM / COPY;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < length * PARTS; i += THREADS) {
+        const int t = i / PARTS, part = i % PARTS;
+        const i64 at = cache.token(source.first + t);
+        if (at < 0) { *bad = 1; continue; }
+        const u8* from = source.from + (at + part * COPY) * ELEMENT_BYTES;
+        u8* to = tile + (t * DIM + part * COPY) * ELEMENT_BYTES;
+#if COPY * ELEMENT_BYTES == 16
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from));
+#elif COPY * ELEMENT_BYTES >= 4
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "n"(BYTES));
+#else
+        *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from);
+#endif
+    }
+    asm volatile("cp.async.commit_group;\ncp.async.wait_all;" ::: "memory");
+    __syncthreads();
+#else
+    for (int t = threadIdx.x; t < length; t += THREADS)
+        if (cache.token(source.first + t) < 0) *bad = 1;
+#endif
+}
+
+// Sums of squares of all tokens, by halves: element i takes element i + half.
+DEVICE void sum_squares(const Source& source, Shared& s, int row, int lane, int length) {
+    constexpr int W = BESIDE;
+    for (int group = row; group < (length + 7) / 8; group += ROWS) {
+        float sum[8][W];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float part[MINE];
+            const int t = group * 8 + i;
+            load_token(part, source.token(t < length ? t : 0), lane, nullptr);
+#pragma unroll
+            for (int e = 0; e < MINE; ++e) part[e] = part[e] * part[e];
+#pragma unroll
+            for (int n = MINE / 2; n >= W; n /= 2)
+#pragma unroll
+                for (int e = 0; e < n; ++e) part[e] = part[e] + part[e + n];
+#pragma unroll
+            for (int e = 0; e < W; ++e) sum[i][e] = part[e];
+        }
+        // Across lanes; each step leaves half of the tokens to the partner.
+        const u32 lanes = row_lanes();
+        int first = 0;
+#pragma unroll
+        for (int level = 0; level < 5; ++level) {
+            const int stride = LANES >> (level + 1), half = 4 >> level;
+            if (stride == 0) break;
+            const bool upper = lane & stride;
+            if (half > 0) {
+#pragma unroll
+                for (int i = 0; i < half; ++i)
+#pragma unroll
+                    for (int e = 0; e < W; ++e) {
+                        const float send = upper ? sum[i][e] : sum[i + half][e];
+                        const float keep = upper ? sum[i + half][e] : sum[i][e];
+                        sum[i][e] = keep + __shfl_xor_sync(lanes, send, stride);
+                    }
+                if (upper) first += half;
+            } else {
+#pragma unroll
+                for (int e = 0; e < W; ++e) sum[0][e] += __shfl_xor_sync(lanes, sum[0][e], stride);
+            }
+        }
+        constexpr int HELD = LANES >= 8 ? 1 : 8 / LANES;
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+#pragma unroll
+            for (int n = W / 2; n; n /= 2)
+#pragma unroll
+                for (int e = 0; e < n; ++e) sum[i][e] = sum[i][e] + sum[i][e + n];
+            s.squares[group * 8 + first + i] = sum[i][0];
+        }
+    }
+}
+
+// A head's widths, from the levels of its channels, by one warp: the threshold of the last bit by
+// bisection; of several bits at it the lowest channels have theirs.
+DEVICE void set_widths(Shared& s, const u16* ranges, const signed char* priority, int total) {
+    constexpr int EACH = (DIM + 31) / 32;
+    const int lane = threadIdx.x % 32;
+    int level[EACH], low = 1 << 30, high = -(1 << 30);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int c = i * 32 + lane;
+        level[i] = c < DIM ? ranges[c] + 128 * (priority ? priority[c] : 0) : -(1 << 24);
+        if (c < DIM) low = min(low, level[i]), high = max(high, level[i]);
+    }
+    low = __reduce_min_sync(FULL, low) - 1024 * MAX_WIDTH;
+    high = __reduce_max_sync(FULL, high);
+    while (low < high) {
+        const int middle = (low + high + 1) >> 1;
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) count += min(max((level[i] - middle) >> 10, 0), MAX_WIDTH - 1);
+        if (__reduce_add_sync(FULL, count) >= total - DIM) low = middle;
+        else high = middle - 1;
+    }
+    int width[EACH], excess = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const bool mine = i * 32 + lane < DIM;
+        width[i] = mine ? 1 + min(max((level[i] - low) >> 10, 0), MAX_WIDTH - 1) : 0;
+        excess += width[i];
+    }
+    excess = __reduce_add_sync(FULL, excess) - total;
+#pragma unroll
+    for (int i = EACH - 1; i >= 0; --i) {
+        const int above = level[i] - low;
+        const bool last = width[i] && (above & 1023) == 0 && above >= 1024 && above <= 1024 * (MAX_WIDTH - 1);
+        const u32 lasts = __ballot_sync(FULL, last);
+        if (last && __popc(lasts >> lane >> 1) < excess) --width[i];
+        excess -= __popc(lasts);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (i * 32 + lane < DIM) s.c.width[i * 32 + lane] = width[i];
+    __syncwarp();
+}
+
+// Four counts as a word that is never zero.
+DEVICE u64 counts_word(const u32* count) {
+    return 1ull << 63 | (u64)count[3] << 45 | (u64)count[2] << 30 | (u64)count[1] << 15 | count[0];
+}
+DEVICE u32 count_in(u64 word, int i) { return (u32)(word >> (15 * i)) & 0x7FFF; }
+
+// The code of `u` on [0, 2 · half). The exact square root takes ten instructions, the hardware's
+// approximation one, and both give the same code unless it lies within its error of the next one.
+#define TOLERANCE (INVERSE * 4.76837158203125e-7f + 9.5367431640625e-7f)
+DEVICE float curve_place(float u, float root) {
+    return copysignf((root - ONE_LESS) * INVERSE, u + u - 1.0f) + 1.0f;
+}
+DEVICE u32 whole(float place, float half) {
+    return __float_as_uint(__fadd_rd(fminf(fmaxf(place, 0.0f), half + half - 1.0f), 8388608.0f));
+}
+DEVICE u32 exact_code(float u, float half) {
+#if CURVED
+    const float root = __fsqrt_rn(ONE_LESS_SQUARED + FOUR * fabsf(u + u - 1.0f));
+    return whole(curve_place(u, root) * half, half);
+#else
+    return whole((u + u) * half, half);
+#endif
+}
+DEVICE u32 quick_code(float u, float half, u32& doubt) {
+#if CURVED
+    float root;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(ONE_LESS_SQUARED + FOUR * fabsf(__fmaf_rn(2.0f, u, -1.0f))));
+    const float place = copysignf((root - ONE_LESS) * INVERSE, u - 0.5f) + 1.0f;
+    const float less = __fmaf_rn(place, half, -TOLERANCE * half), more = __fmaf_rn(place, half, TOLERANCE * half);
+    const u32 code = __float_as_uint(__fadd_rd(fmaxf(less, 0.0f), 8388608.0f));
+    doubt |= code ^ __float_as_uint(__fadd_rd(fminf(more, half + half - 1.0f), 8388608.0f));
+    return code;
+#else
+    return exact_code(u, half);
+#endif
+}
+
+// Codes: the anchor's as words that take the place of what they were made from, the residual's to
+// where they belong.
+template <bool KEYS> DEVICE void quantize(const Source& source, Shared& s, const float* cos, const float* sin,
+                                          int row, int lane, int length, u8* correction) {
+    float low[MINE], factor[MINE], half[MINE];
+    int width[MINE];
+#pragma unroll
+    for (int e = 0; e < MINE; ++e) {
+        const int c = has(lane, e) ? channel_of(lane, e) : 0;
+        low[e] = s.low[c], factor[e] = s.factor[c], width[e] = s.c.width[c];
+        half[e] = power_of_two(width[e] + RESIDUAL_BITS - 1);
+    }
+    const int star = s.star, rows = (length * RESIDUAL_BITS + 7) / 8;
+    const float scale = s.by[0];
+#pragma unroll 1
+    for (int group = row; group < (length + 7) / 8; group += ROWS) {
+        u64 word[MINE] = {};
+        u32 rest[MINE][REST_WORDS] = {};
+#pragma unroll
+        for (int i = 7; i >= 0; --i) {
+            const int t = group * 8 + i;
+            float x[MINE];
+            load_token(x, source.token(t < length ? t : 0), lane, nullptr);
+            if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+            const float by = KEYS ? scale : s.by[t];
+            u32 q[MINE], doubt = 0;
+#pragma unroll
+            for (int e = 0; e < MINE; ++e) {
+                x[e] = (x[e] * by - low[e]) * factor[e];
+                q[e] = quick_code(x[e], half[e], doubt);
+            }
+            if (doubt)
+#pragma unroll
+                for (int e = 0; e < MINE; ++e) q[e] = exact_code(x[e], half[e]);
+            if (t >= length || t == star)
+#pragma unroll
+                for (int e = 0; e < MINE; ++e)
+                    q[e] = t == star && has(lane, e) ? s.row_code[channel_of(lane, e)] & (STEP - 1) : 0;
+#pragma unroll
+            for (int e = 0; e < MINE; ++e) {
+                word[e] = word[e] << width[e] | (q[e] & 0x7FFFFF) >> RESIDUAL_BITS;
+                if (REST_WORDS == 2) rest[e][REST_WORDS - 1] = __funnelshift_l(rest[e][0], rest[e][REST_WORDS - 1], RESIDUAL_BITS);
+                rest[e][0] = rest[e][0] << RESIDUAL_BITS | (q[e] & (STEP - 1));
+            }
+        }
+        __syncwarp(row_lanes());  // all have read what is overwritten now
+#pragma unroll
+        for (int e = 0; e < MINE; ++e)
+            if (has(lane, e)) s.words(group)[channel_of(lane, e)] = word[e];
+#pragma unroll
+        for (int r = 0; r < RESIDUAL_BITS; ++r)
+            if (group * RESIDUAL_BITS + r < rows)
+#pragma unroll
+                for (int g = 0; g < APART; ++g) {
+                    struct { u32 w[(BESIDE + 3) / 4]; } out = {};
+#pragma unroll
+                    for (int v = 0; v < BESIDE; ++v)
+                        out.w[v / 4] |= (rest[g * BESIDE + v][r / 4] >> (8 * (r % 4)) & 255) << (8 * (v % 4));
+                    if (has(lane, g * BESIDE))
+                        store_as<BESIDE>(correction + (i64)(group * RESIDUAL_BITS + r) * CHANNELS + channel_of(lane, g * BESIDE), out);
+                }
+    }
+}
+
+// Bounds of every channel over the tokens but the row's, into s.bottom and s.top.
+template <bool KEYS> DEVICE void find_bounds(const Source& source, Shared& s, const float* cos, const float* sin,
+                                             int row, int lane, int length, u32* bad) {
+    float low[MINE], high[MINE];
+    u32 most = 0;
+    const int star = s.star;
+#pragma unroll
+    for (int e = 0; e < MINE; ++e) {
+        low[e] = __uint_as_float(0x7F800000u);
+        high[e] = -low[e];
+    }
+#pragma unroll 1
+    for (int group = row; group < (length + 7) / 8; group += ROWS)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int t = group * 8 + i;
+            float x[MINE];
+            load_token(x, source.token(t < length ? t : 0), lane, &most);
+            if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+            if (t >= length || t == star) continue;
+            const float by = KEYS ? 1.0f : s.by[t];
+#pragma unroll
+            for (int e = 0; e < MINE; ++e) {
+                const float y = x[e] * by;
+                low[e] = fminf(low[e], y);
+                high[e] = fmaxf(high[e], y);
+            }
+        }
+    // NaN, infinity, or beyond the largest float16?
+    if (!(element(PER_WORD == 1 ? most : most & 0xFFFF) <= MAX_ABS &&
+          element(PER_WORD == 1 ? most : most >> 16) <= MAX_ABS)) *bad = 1;
+#pragma unroll
+    for (int e = 0; e < MINE; ++e) {
+#pragma unroll
+        for (int step = LANES; step < 32; step *= 2) {
+            low[e] = fminf(low[e], __shfl_xor_sync(FULL, low[e], step));
+            high[e] = fmaxf(high[e], __shfl_xor_sync(FULL, high[e], step));
+        }
+        if (threadIdx.x % 32 < LANES && has(lane, e)) {
+            atomicMin(&s.bottom[channel_of(lane, e)], in_order(low[e]));
+            atomicMax(&s.top[channel_of(lane, e)], in_order(high[e]));
+        }
+    }
+    __syncthreads();
+}
+
+// Two nibbles a byte: this head's share of the bytes, from one byte a value.
+DEVICE void put_nibbles(u8* to, const u8* from, int count, int head) {
+    const int bytes = (count + 1) / 2;
+    const int first = (i64)bytes * head / HEADS, end = (i64)bytes * (head + 1) / HEADS;
+    for (int i = first + threadIdx.x; i < end; i += THREADS)
+        to[i] = __ldcg(from + 2 * i) | (2 * i + 1 < count ? __ldcg(from + 2 * i + 1) << 4 : 0);
+}
+
+// `exchange`: a counter of work taken, then two words for each layer, page, kv and head; zero at
+// first. `published`: widths less one [layer, page, kv, channel] and steps [layer, page, token, head].
+extern "C" __global__ void __launch_bounds__(THREADS, STAGED && COLUMNS == 1 ? BLOCKS : 1)
+encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __restrict__ all_sin,
+       const u8* __restrict__ table, const signed char* __restrict__ priority, u64* exchange,
+       u8* published, Scratch* scratch, u8* __restrict__ anchor, u8* __restrict__ residual)
+{
+    const Cache cache = CACHE;
+    const Plan plan = PLAN;
+    extern __shared__ uint4 shared[];
+    Shared& s = *reinterpret_cast<Shared*>(shared);
+    const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES, warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) s.ticket = atomicAdd(reinterpret_cast<u32*>(exchange), 1);
+    __syncthreads();
+    const int head = s.ticket % HEADS, place = s.ticket / HEADS, page = place % pages, layer = place / pages;
+    const int length = plan.length(page);
+    const float* cos = all_cos + (i64)table[layer] * 256 * PAIRS;
+    const float* sin = all_sin + (i64)table[layer] * 256 * PAIRS;
+    u8* steps = published + (i64)layers * pages * KV * CHANNELS + (i64)place * PAGE * HEADS;
+
+#pragma unroll 1
+    for (int part = KV - 1; part >= 0; --part) {
+        const bool values = KV == 2 && part == 1;
+        const int unit = layer * KV + part;
+        u8* section = anchor + plan.anchor(layer, part, page);
+        u8* widths = published + ((i64)place * KV + part) * CHANNELS;
+        const Source source = {cache.unit(unit) + (i64)head * cache.d * ELEMENT_BYTES, &cache,
+                               reinterpret_cast<const u8*>(s.tile), (i64)page * PAGE};
+        stage(source, cache, reinterpret_cast<u8*>(s.tile), length, &scratch->bad);
+        if (part == KV - 1) {  // the row: the token with the smallest values, the first among equals
+            sum_squares(source, s, row, lane, length);
+            __syncthreads();
+            if (warp == 0) {
+                u64 best = ~0ull;
+                for (int t = threadIdx.x; t < length; t += 32) {
+                    const u64 rank = (u64)__float_as_uint(s.squares[t]) << 32 | t;
+                    best = rank < best ? rank : best;
+                }
+                for (int step = 16; step; step /= 2) {
+                    const u64 other = __shfl_xor_sync(FULL, best, step);
+                    best = other < best ? other : best;
+                }
+                if (threadIdx.x == 0) s.star = (u32)best;
+            }
+        }
+        if (threadIdx.x == 0) s.exponent = -1000, s.peak = 0;
+        for (int c = threadIdx.x; c < DIM; c += THREADS) s.bottom[c] = 0x7FFFFFFF, s.top[c] = 0x80000000;
+        if (threadIdx.x < MAX_WIDTH) s.c.all[threadIdx.x] = s.c.before[threadIdx.x] = 0;
+        __syncthreads();
+        const int star = s.star;
+        if (values) {
+            for (int t = threadIdx.x; t < length; t += THREADS)
+                if (t != star || length == 1)
+                    atomicMax(&s.exponent, quarter_exponent(fmaxf(divide(s.squares[t], (float)DIM), MIN_POWER)));
+            __syncthreads();
+            for (int t = threadIdx.x; t < length; t += THREADS) {
+                const int e = quarter_exponent(fmaxf(divide(s.squares[t], (float)DIM), MIN_POWER));
+                const int below = t == star ? 0 : min(s.exponent - e, SCALE_STEPS), n = s.exponent - below;
+                s.by[t] = inverse_quarters[n & 3] * power_of_two(-(n >> 2));
+                steps[t * HEADS + head] = below;
+            }
+            __syncthreads();
+            find_bounds<false>(source, s, cos, sin, row, lane, length, &scratch->bad);
+        } else {
+            find_bounds<true>(source, s, cos, sin, row, lane, length, &scratch->bad);
+        }
+        for (int c = threadIdx.x; c < DIM; c += THREADS) {
+            if (length == 1) s.bottom[c] = s.top[c] = 0;
+            const float bottom = from_order(s.bottom[c]), top = from_order(s.top[c]);
+            if (!values) atomicMax(&s.peak, __float_as_uint(fmaxf(fabsf(bottom), fabsf(top))));
+        }
+        __syncthreads();
+        if (!values && threadIdx.x == 0)
+            s.exponent = s.peak ? max((int)(s.peak >> 23) - 126, LEAST_EXPONENT) : LEAST_EXPONENT;
+        __syncthreads();
+        const float scale = values ? 1.0f : power_of_two(-s.exponent);
+        if (!values && threadIdx.x == 0) s.by[0] = scale;
+        for (int c = threadIdx.x; c < DIM; c += THREADS) {
+            const int at = head * DIM + c;
+            const u16 low16 = half_down(from_order(s.bottom[c]) * scale);
+            const float bottom = half_to_float(low16);
+            const float span = fmaxf(-half_to_float(half_down(bottom - from_order(s.top[c]) * scale)), MIN_RANGE);
+            s.ranges[c] = half_down(span);  // exact
+            reinterpret_cast<u16*>(section)[at] = low16;
+            reinterpret_cast<u16*>(section + AT_RANGES)[at] = s.ranges[c];
+            s.low[c] = bottom;
+            s.factor[c] = divide(1.0f, span);
+        }
+        __syncthreads();
+        if (warp == 0) {
+            set_widths(s, s.ranges, values ? nullptr : priority + ((i64)layer * HEADS + head) * DIM,
+                       plan.total(part));
+            sort_by_width(s.c);
+        }
+        if (warp == (WARPS_HERE > 1 ? 1 : 0)) {  // the row itself
+            const u8* from = cache.unit(unit) + (i64)head * cache.d * ELEMENT_BYTES;
+            const i64 at = cache.token((i64)page * PAGE + star);
+            float lowest = __uint_as_float(0x7F800000u), highest = -lowest;
+            for (int c = threadIdx.x % 32; at >= 0 && c < DIM; c += 32) {
+                const float x = element(reinterpret_cast<const Bits<ELEMENT_BYTES>::T*>(from)[at + c]);
+                lowest = fminf(lowest, x);
+                highest = fmaxf(highest, x);
+            }
+            for (int step = 16; step; step /= 2) {
+                lowest = fminf(lowest, __shfl_xor_sync(FULL, lowest, step));
+                highest = fmaxf(highest, __shfl_xor_sync(FULL, highest, step));
+            }
+            const u16 low16 = bf16_down(lowest);
+            const float bottom = bf16_to_float(low16);
+            const float span = fmaxf(-bf16_to_float(bf16_down(bottom - highest)), MIN_ROW_RANGE);
+            const float most = (float)((256 << RESIDUAL_BITS) - 1);
+            for (int c = threadIdx.x % 32; at >= 0 && c < DIM; c += 32) {
+                const float x = element(reinterpret_cast<const Bits<ELEMENT_BYTES>::T*>(from)[at + c]);
+                const float q = floorf(divide(x - bottom, span) * (most + 1.0f));
+                s.row_code[c] = (u16)fminf(fmaxf(q, 0.0f), most);
+                section[AT_ROWS + head * DIM + c] = s.row_code[c] >> RESIDUAL_BITS;
+            }
+            if (threadIdx.x % 32 == 0) {
+                section[AT_STARS + head] = star;
+                section[AT_EXPONENTS + head] = s.exponent;
+                put_u16(section + AT_ROW_LOW + 2 * head, low16);
+                put_u16(section + AT_ROW_RANGE + 2 * head, __float_as_uint(span) >> 16);
+            }
+        }
+        __syncthreads();
+
+        // Widths to the other heads, and theirs.
+        for (int c = threadIdx.x; c < DIM; c += THREADS) widths[head * DIM + c] = s.c.width[c] - 1;
+        __threadfence();
+        __syncthreads();
+        volatile u64* counts = exchange + 1 + 2 * HEADS * ((i64)place * KV + part);
+        if (threadIdx.x < 2) counts[2 * head + threadIdx.x] = counts_word(s.c.count + 4 * threadIdx.x);
+        for (int h = threadIdx.x; h < 2 * HEADS; h += THREADS) {
+            u64 found;
+            while (!(found = counts[h])) __nanosleep(20);
+            for (int i = 0; i < 4; ++i) {
+                const u32 n = count_in(found, i);
+                if (n) atomicAdd(&s.c.all[h % 2 * 4 + i], n);
+                if (n && h / 2 < head) atomicAdd(&s.c.before[h % 2 * 4 + i], n);
+            }
+        }
+        __threadfence();
+        __syncthreads();
+        place_planes(s.c, values, length);
+        put_nibbles(section + AT_WIDTHS, widths, CHANNELS, head);
+        if (values) put_nibbles(section + AT_STEPS, steps, length * HEADS, head);
+
+        u8* correction = residual + plan.residual(layer, part, page);
+        if (values) quantize<false>(source, s, cos, sin, row, lane, length, correction + head * DIM);
+        else quantize<true>(source, s, cos, sin, row, lane, length, correction + head * DIM);
+        __syncthreads();
+        const int groups = (length + 7) / 8;
+        constexpr int SLICES = THREADS / DIM > 1 ? THREADS / DIM : 1;
+        for (int i = threadIdx.x; i < DIM * SLICES; i += THREADS) {
+            const int c = s.c.order[i % DIM], slice = i / DIM, width = s.c.width[c];
+            const u32 columns = s.c.all[width - 1];
+            u32 to = s.c.plane[width - 1] + s.c.place[c] + slice * width * columns;
+#pragma unroll 2
+            for (int group = slice; group < groups; group += SLICES) {
+                const u64 word = s.words(group)[c];
+                const u32 low = (u32)word, high = (u32)(word >> 32);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (j < width) section[to + j * columns] = (u8)(low >> (8 * j));
+                if (width > 4)
+#pragma unroll
+                    for (int j = 4; j < MAX_WIDTH; ++j)
+                        if (j < width) section[to + j * columns] = (u8)(high >> (8 * (j - 4)));
+                to += SLICES * width * columns;
+            }
+        }
+        if (head == 0 && threadIdx.x == 0) {  // zeros to a multiple of 8
+            const int end = plan.anchor_bytes(part, page);
+            for (int at = at_planes(values, length) + groups * HEADS * plan.total(part); at < end; ++at) section[at] = 0;
+            for (int at = CHANNELS * ((length * RESIDUAL_BITS + 7) / 8); at % 8; ++at) correction[at] = 0;
+        }
+        __syncthreads();
+    }
+}
