@@ -42,11 +42,12 @@ struct Source {
     const Cache* cache;
     const u8* tile;
     i64 first;
-    DEVICE_MEMBER const u8* token(int t) const {
+    // Of a token beyond the page's, what is there does not matter.
+    DEVICE_MEMBER const u8* token(int t, int length) const {
 #if STAGED
         return tile + t * DIM * ELEMENT_BYTES;
 #else
-        const i64 at = cache->token(first + t);
+        const i64 at = cache->token(first + (t < length ? t : 0));
         return from + (at < 0 ? 0 : at) * ELEMENT_BYTES;
 #endif
     }
@@ -87,7 +88,7 @@ DEVICE void sum_squares(const Source& source, Shared& s, int row, int lane, int 
         for (int i = 0; i < 8; ++i) {
             float part[MINE];
             const int t = group * 8 + i;
-            load_token(part, source.token(t < length ? t : 0), lane, nullptr);
+            load_token(part, source.token(t, length), lane, nullptr);
 #pragma unroll
             for (int e = 0; e < MINE; ++e) part[e] = part[e] * part[e];
 #pragma unroll
@@ -218,50 +219,54 @@ DEVICE u32 quick_code(float u, float half, u32& doubt) {
 template <bool KEYS> DEVICE void quantize(const Source& source, Shared& s, const float* cos, const float* sin,
                                           int row, int lane, int length, u8* correction) {
     float low[MINE], factor[MINE], half[MINE];
-    int width[MINE];
+    u32 width[MINE];  // as a power of two: a multiplication appends a code
 #pragma unroll
     for (int e = 0; e < MINE; ++e) {
         const int c = has(lane, e) ? channel_of(lane, e) : 0;
-        low[e] = s.low[c], factor[e] = s.factor[c], width[e] = s.c.width[c];
-        half[e] = power_of_two(width[e] + RESIDUAL_BITS - 1);
+        low[e] = s.low[c], factor[e] = s.factor[c], width[e] = 1 << s.c.width[c];
+        half[e] = power_of_two(s.c.width[c] + RESIDUAL_BITS - 1);
     }
     const int star = s.star, rows = (length * RESIDUAL_BITS + 7) / 8;
     const float scale = s.by[0];
 #pragma unroll 1
     for (int group = row; group < (length + 7) / 8; group += ROWS) {
-        u64 word[MINE] = {};
-        u32 rest[MINE][REST_WORDS] = {};
+        u32 word[2][MINE] = {}, rest[MINE][REST_WORDS] = {};  // 4 tokens' codes, 8 tokens' residuals
 #pragma unroll
-        for (int i = 7; i >= 0; --i) {
-            const int t = group * 8 + i;
-            float x[MINE];
-            load_token(x, source.token(t < length ? t : 0), lane, nullptr);
-            if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
-            const float by = KEYS ? scale : s.by[t];
-            u32 q[MINE], doubt = 0;
+        for (int part = 1; part >= 0; --part)
+#pragma unroll 2
+            for (int i = 3; i >= 0; --i) {
+                const int t = group * 8 + part * 4 + i;
+                float x[MINE];
+                load_token(x, source.token(t, length), lane, nullptr);
+                if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+                const float by = KEYS ? scale : s.by[t];
+                u32 q[MINE], doubt = 0;
 #pragma unroll
-            for (int e = 0; e < MINE; ++e) {
-                x[e] = (x[e] * by - low[e]) * factor[e];
-                q[e] = quick_code(x[e], half[e], doubt);
+                for (int e = 0; e < MINE; ++e) {
+                    x[e] = (x[e] * by - low[e]) * factor[e];
+                    q[e] = quick_code(x[e], half[e], doubt);
+                }
+                if (doubt)
+#pragma unroll
+                    for (int e = 0; e < MINE; ++e) q[e] = exact_code(x[e], half[e]);
+                if (t >= length || t == star)
+#pragma unroll
+                    for (int e = 0; e < MINE; ++e)
+                        q[e] = t == star && has(lane, e) ? s.row_code[channel_of(lane, e)] & (STEP - 1) : 0;
+#pragma unroll
+                for (int e = 0; e < MINE; ++e) {
+                    word[part][e] = word[part][e] * width[e] + ((q[e] & 0x7FFFFF) >> RESIDUAL_BITS);
+                    if (REST_WORDS == 2) rest[e][REST_WORDS - 1] = __funnelshift_l(rest[e][0], rest[e][REST_WORDS - 1], RESIDUAL_BITS);
+                    rest[e][0] = rest[e][0] * STEP + (q[e] & (STEP - 1));
+                }
             }
-            if (doubt)
-#pragma unroll
-                for (int e = 0; e < MINE; ++e) q[e] = exact_code(x[e], half[e]);
-            if (t >= length || t == star)
-#pragma unroll
-                for (int e = 0; e < MINE; ++e)
-                    q[e] = t == star && has(lane, e) ? s.row_code[channel_of(lane, e)] & (STEP - 1) : 0;
-#pragma unroll
-            for (int e = 0; e < MINE; ++e) {
-                word[e] = word[e] << width[e] | (q[e] & 0x7FFFFF) >> RESIDUAL_BITS;
-                if (REST_WORDS == 2) rest[e][REST_WORDS - 1] = __funnelshift_l(rest[e][0], rest[e][REST_WORDS - 1], RESIDUAL_BITS);
-                rest[e][0] = rest[e][0] << RESIDUAL_BITS | (q[e] & (STEP - 1));
-            }
-        }
         __syncwarp(row_lanes());  // all have read what is overwritten now
 #pragma unroll
         for (int e = 0; e < MINE; ++e)
-            if (has(lane, e)) s.words(group)[channel_of(lane, e)] = word[e];
+            if (has(lane, e)) {
+                const u64 upper = (u64)word[1][e] * width[e] * width[e] * width[e] * width[e];
+                s.words(group)[channel_of(lane, e)] = upper | word[0][e];
+            }
 #pragma unroll
         for (int r = 0; r < RESIDUAL_BITS; ++r)
             if (group * RESIDUAL_BITS + r < rows)
@@ -290,11 +295,13 @@ template <bool KEYS> DEVICE void find_bounds(const Source& source, Shared& s, co
     }
 #pragma unroll 1
     for (int group = row; group < (length + 7) / 8; group += ROWS)
-#pragma unroll
+#pragma unroll 2
         for (int i = 0; i < 8; ++i) {
             const int t = group * 8 + i;
             float x[MINE];
-            load_token(x, source.token(t < length ? t : 0), lane, &most);
+            u32 size = 0;
+            load_token(x, source.token(t, length), lane, &size);
+            if (t < length) most = larger(most, size);
             if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
             if (t >= length || t == star) continue;
             const float by = KEYS ? 1.0f : s.by[t];

@@ -371,60 +371,57 @@ extern "C" __global__ void __launch_bounds__(PAGE, ENCODE_BLOCKS) encode(CACHE_A
     }
     __syncthreads();
 
-    // Codes: four channels a word, then rows of the planes.
-    u32 word[CODE_WORDS][8];
+    // Codes, four channels a word, and from them rows of the planes.
+    Codes upper[ANCHOR_BITS], lower[RESIDUAL_BITS ? RESIDUAL_BITS : 1];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int k = (row * 8 + i) / CHUNK;
-        u32 q[CODE_WORDS * 4] = {};
+    for (int w = 0; w < CODE_WORDS; ++w) {
+        constexpr int FOUR = VEC < 4 ? VEC : 4;
+        struct Four { float of[FOUR]; };
+        Four offset, factor;
+        u32 word[8];
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            float value = (get(x[i], v) - scales.low[k][lane * VEC + v]) * scales.high[k][lane * VEC + v];
+        for (int i = 0; i < 8; ++i) {
+            if (i % RUN == 0) {
+                const int k = (row * 8 + i) / CHUNK;
+                offset = load_as<4 * FOUR, Four>(&scales.low[k][lane * VEC + 4 * w]);
+                factor = load_as<4 * FOUR, Four>(&scales.high[k][lane * VEC + 4 * w]);
+            }
+            u32 q[4] = {};
+#pragma unroll
+            for (int v = 0; v < FOUR; ++v) {
+                const float value = (get(x[i], 4 * w + v) - offset.of[v]) * factor.of[v];
 #if UNIFORM
-            q[v] = __float_as_uint(clip(value, (float)LEVELS) + 8388608.0f);
+                q[v] = __float_as_uint(clip(value, (float)LEVELS) + 8388608.0f);
 #else
-            q[v] = code_of(value, thresholds, codes);
+                q[v] = code_of(value, thresholds, codes);
 #endif
+            }
+            const u32 joined = join_bytes(q[0], q[1], q[2], q[3]);
+            word[i] = (kept >> i & 1 ? joined : 0u) + in_each_byte(BIAS);
+            if (!(there >> i & 1)) word[i] = 0;
         }
+        u32 rest[RESIDUAL_BITS ? RESIDUAL_BITS : 1], rows[ANCHOR_BITS];
+        pack_rows<RESIDUAL_BITS>(word, rest);
 #pragma unroll
-        for (int w = 0; w < CODE_WORDS; ++w) {
-            u32 joined = join_bytes(q[4 * w], q[4 * w + 1], q[4 * w + 2], q[4 * w + 3]);
-            joined = (kept >> i & 1 ? joined : 0u) + in_each_byte(BIAS);
-            word[w][i] = there >> i & 1 ? joined : 0u;
-        }
+        for (int i = 0; i < 8; ++i) word[i] = word[i] >> RESIDUAL_BITS & in_each_byte((1u << ANCHOR_BITS) - 1);
+        pack_rows<ANCHOR_BITS>(word, rows);
+#pragma unroll
+        for (int r = 0; r < ANCHOR_BITS; ++r) upper[r].w[w] = rows[r];
+#pragma unroll
+        for (int r = 0; r < RESIDUAL_BITS; ++r) lower[r].w[w] = rest[r];
     }
     const i64 codes_at = (i64)CHANNELS * (4 + 2 * used);
     u8* correction = residual + plan.residual(unit, page);
     const int anchor_rows = rows_of(length, ANCHOR_BITS), residual_rows = rows_of(length, RESIDUAL_BITS);
     if (active) {
-        Codes out[ANCHOR_BITS];
-#pragma unroll
-        for (int w = 0; w < CODE_WORDS; ++w) {
-            u32 rows[ANCHOR_BITS], upper[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) upper[i] = (word[w][i] >> RESIDUAL_BITS) & in_each_byte((1u << ANCHOR_BITS) - 1);
-            pack_rows<ANCHOR_BITS>(upper, rows);
-#pragma unroll
-            for (int r = 0; r < ANCHOR_BITS; ++r) out[r].w[w] = rows[r];
-        }
+        u8* to = section + codes_at + (i64)(row * ANCHOR_BITS) * CHANNELS + channel;
 #pragma unroll
         for (int r = 0; r < ANCHOR_BITS; ++r)
-            if (row * ANCHOR_BITS + r < anchor_rows)
-                store_codes(section + codes_at + (i64)(row * ANCHOR_BITS + r) * CHANNELS + channel, out[r]);
-#if RESIDUAL_BITS
-        Codes rest[RESIDUAL_BITS];
-#pragma unroll
-        for (int w = 0; w < CODE_WORDS; ++w) {
-            u32 rows[RESIDUAL_BITS];
-            pack_rows<RESIDUAL_BITS>(word[w], rows);
-#pragma unroll
-            for (int r = 0; r < RESIDUAL_BITS; ++r) rest[r].w[w] = rows[r];
-        }
+            if (row * ANCHOR_BITS + r < anchor_rows) store_codes(to + r * CHANNELS, upper[r]);
+        to = correction + (i64)(row * RESIDUAL_BITS) * CHANNELS + channel;
 #pragma unroll
         for (int r = 0; r < RESIDUAL_BITS; ++r)
-            if (row * RESIDUAL_BITS + r < residual_rows)
-                store_codes(correction + (i64)(row * RESIDUAL_BITS + r) * CHANNELS + channel, rest[r]);
-#endif
+            if (row * RESIDUAL_BITS + r < residual_rows) store_codes(to + r * CHANNELS, lower[r]);
     }
     if (tile == 0 && threadIdx.x == 0) {  // zeros to a multiple of 16
         for (i64 at = codes_at + (i64)anchor_rows * CHANNELS; at % 16; ++at) section[at] = 0;
