@@ -19,6 +19,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ from lynx_backend.codec import Calibration
 from lynx_backend.codec.cuda import Kernels
 from lynx_backend.codec.cuda_codec import CudaCodec
 from lynx_backend.codec.cuda_memory import Place
+from lynx_backend.codec.cuda_scheme import CudaScheme
 from lynx_backend.codec.paged import PagedCache
 from lynx_backend.keys import Part
 
@@ -160,7 +163,13 @@ def codec_rows(bench: Bench, profile: str, kv: torch.Tensor) -> None:
         measure(f", pages {form}", slots, slots)
 
 
-def seal_only(scheme: object, place: Place, anchor: torch.Tensor, residual: torch.Tensor, record: torch.Tensor) -> None:  # fmt: skip
+def seal_only(
+    scheme: CudaScheme,
+    place: Place,
+    anchor: torch.Tensor,
+    residual: torch.Tensor,
+    record: torch.Tensor,
+) -> None:
     """The last launch of an encoding alone: the others are left out."""
     launch = Kernels.launch
 
@@ -170,7 +179,7 @@ def seal_only(scheme: object, place: Place, anchor: torch.Tensor, residual: torc
 
     Kernels.launch = only  # type: ignore[method-assign, assignment]
     try:
-        scheme.encode(place, anchor, residual, record)  # type: ignore[attr-defined]
+        scheme.encode(place, anchor, residual, record)
     finally:
         Kernels.launch = launch  # type: ignore[method-assign]
 
@@ -253,10 +262,8 @@ def peer_rows(bench: Bench, kv: torch.Tensor) -> None:
         "lmcache.storage_backend.serde.cachegen_encoder",
         "lmcache.v1.distributed.serde.turboquant",
     ):
-        try:
-            __import__(module)
-        except Exception as e:
-            print(f"{module}: not here ({e})", file=sys.stderr)
+        if find_spec(module.split(".")[0]) is None:
+            print(f"{module}: LMCache is not installed here", file=sys.stderr)
 
 
 def host_rows(bench: Bench, kv: torch.Tensor, profile: str) -> None:
@@ -287,10 +294,9 @@ def host_rows(bench: Bench, kv: torch.Tensor, profile: str) -> None:
 
     taken = wall(run, bench.rounds)
     shape = "x".join(map(str, kv.shape))
-    bench.rows.append({
-        "operation": f"{profile}: host anchors to pages, {shape}", "us": taken * 1e6,
-        "gb_per_s": size / taken / 1e9, "of_link": size / taken / link, "raw_tb_per_s": kv.nbytes / taken / 1e12,
-    })  # fmt: skip
+    row: Row = {"operation": f"{profile}: host anchors to pages, {shape}", "us": taken * 1e6}
+    row |= {"gb_per_s": size / taken / 1e9, "of_link": size / taken / link}
+    bench.rows.append(row | {"raw_tb_per_s": kv.nbytes / taken / 1e12})
 
 
 def small_rows(bench: Bench) -> None:
@@ -303,8 +309,8 @@ def small_rows(bench: Bench) -> None:
         loaded = gpu.load(objects[0], Part.ANCHOR), gpu.load(objects[1], Part.RESIDUAL)
         out = torch.empty_like(kv)
         jobs = {
-            "encode": lambda: gpu.start_encode(kv),
-            "refine": lambda: gpu.start_decode(*loaded, out=out),
+            "encode": partial(gpu.start_encode, kv),
+            "refine": partial(gpu.start_decode, *loaded, out=out),
         }
         for name, job in jobs.items():
             bench.add(
@@ -351,18 +357,13 @@ def main() -> None:
         host_rows(bench, some_cache(8192, 30, 3, 64), profile)
     small_rows(bench)
     peer_rows(bench, kv)
-    table = Table(
-        "operation",
-        "µs",
-        "GB/s",
-        "of copy",
-        "of link",
-        "raw TB/s",
-        title=torch.cuda.get_device_name(),
-    )
+    columns = {"us": "µs", "gb_per_s": "GB/s", "of_copy": "of copy", "of_link": "of link"}
+    columns["raw_tb_per_s"] = "raw TB/s"
+    digits = {"us": 0, "gb_per_s": 0, "of_copy": 2, "of_link": 2, "raw_tb_per_s": 3}
+    table = Table("operation", *columns.values(), title=torch.cuda.get_device_name())
     for row in bench.rows:
-        cells = ((row.get(k), f) for k, f in (("us", "{:.0f}"), ("gb_per_s", "{:.0f}"), ("of_copy", "{:.2f}"), ("of_link", "{:.2f}"), ("raw_tb_per_s", "{:.3f}")))  # fmt: skip
-        table.add_row(str(row["operation"]), *("" if v is None else f.format(v) for v, f in cells))
+        cells = ("" if row.get(k) is None else f"{row[k]:.{digits[k]}f}" for k in columns)
+        table.add_row(str(row["operation"]), *cells)
     Console(width=110).print(table)
     print("byte and bit identity with the CPU:", same)
     args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from .cuda_defines import OPTIONS
 
 try:
     import cupy
@@ -28,8 +29,6 @@ if not torch.cuda.is_available():
         "torch sees no CUDA GPU here (torch.cuda.is_available() is False); use device='cpu'"
     )
 
-#: IEEE arithmetic, one operation at a time: what makes the bytes equal to the CPU's.
-OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 _OLDEST = (8, 0)
 #: A kernel that needs more shared memory must say so.
 _SHARED_BY_DEFAULT = 47 << 10

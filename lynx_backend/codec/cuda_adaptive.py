@@ -13,13 +13,16 @@ from ..layout import KVLayout
 from .adaptive_reference import AdaptivePlan, total_bits
 from .calibration import Calibration
 from .cuda import Kernels, shared_memory
+from .cuda_defines import (
+    DECODE_FILES,
+    ENCODE_FILES,
+    THREADS,
+    decode_defines,
+    encode_defines,
+)
 from .cuda_memory import Place
 from .cuda_scheme import CudaScheme, address
 from .spec import CodecSpec
-
-_COMMON = ("element.cuh", "cache.cuh", "digest.cu", "adaptive.cuh")
-ENCODE_FILES, DECODE_FILES = (*_COMMON, "adaptive_encode.cu"), (*_COMMON, "adaptive_decode.cu")
-_WARP, _THREADS = 32, 256
 
 
 class CudaAdaptive(CudaScheme):
@@ -57,7 +60,7 @@ class CudaAdaptive(CudaScheme):
             dtype=torch.uint8, device=self._device,
         )  # fmt: skip
         kernels.launch(
-            "encode", pages * layout.heads, _THREADS,
+            "encode", pages * layout.heads, THREADS,
             (*place.args, *_plan_args(spec, layout), *map(address, tables), address(exchange),
              address(published), address(scratch), address(anchor), address(residual)),
             shared,
@@ -86,7 +89,7 @@ class CudaAdaptive(CudaScheme):
         kernels, shared = self._kernels(place, DECODE_FILES)
         kernels.launch(
             "decode_anchor" if residual is None else "decode_both",
-            plan.units * plan.pages * layout.heads, _THREADS,
+            plan.units * plan.pages * layout.heads, THREADS,
             (*place.args, *_plan_args(self.spec, layout), address(cos), address(sin),
              address(table), address(anchor), address(residual), address(gate)),
             shared,
@@ -117,63 +120,6 @@ class CudaAdaptive(CudaScheme):
                 torch.from_numpy(np.ascontiguousarray(a).copy()).to(self._device) for a in arrays
             )
         return self._tables[key]
-
-
-def encode_defines(
-    spec: CodecSpec, place: dict[str, int], kv: int, pairs: int, most: int
-) -> tuple[dict[str, object], int]:
-    """What ``kernels/adaptive_encode.cu`` is compiled with; shared memory of a block."""
-    defines, apart = _defines(spec, place, kv, pairs)
-    dim, width = place["DIM"], 4 if place["DTYPE"] == 2 else 2
-    rest = dim * (4 * apart + 28) + 8 * spec.page_tokens + 512
-    staged = spec.page_tokens * dim * width + rest <= most
-    shared = rest + spec.page_tokens * dim * (width if staged else 1)
-    blocks = max(1, min(3, most // shared))
-    return defines | {
-        "STAGED": int(staged), "COPY": place["VEC"], "BLOCKS": blocks, "SHARED_BYTES": shared,
-    }, shared  # fmt: skip
-
-
-def decode_defines(
-    spec: CodecSpec, place: dict[str, int], kv: int, pairs: int, most: int
-) -> tuple[dict[str, object], int]:
-    """What ``kernels/adaptive_decode.cu`` is compiled with; shared memory of a block."""
-    defines, apart = _defines(spec, place, kv, pairs)
-    shared = place["DIM"] * (spec.page_tokens + 4 * apart + 16) + 4 * spec.page_tokens + 512
-    blocks = max(1, min(4, most // shared))
-    return defines | {"BLOCKS": blocks, "SHARED_BYTES": shared}, shared
-
-
-def _defines(
-    spec: CodecSpec, place: dict[str, int], kv: int, pairs: int
-) -> tuple[dict[str, object], int]:
-    """Definitions for ``kernels/adaptive.cuh``, and rows of threads that rotate through memory."""
-    dim, beta = place["DIM"], spec.alpha
-    power = 1 << (dim - 1).bit_length()
-    vec = min(place["VEC"], max(4, dim // _WARP))  # whole warps to a token, but 4 bytes to a thread
-    paired = dim == power and 2 <= vec <= dim and dim // vec <= _WARP and pairs in (0, dim // 2)
-    if not paired:
-        vec = place["VEC"]
-    packs = dim // vec if paired else max(1, power // vec)
-    lanes = min(packs, _WARP)
-    curve = {
-        "BETA": beta, "ONE_LESS": 1 - beta, "ONE_LESS_SQUARED": (1 - beta) ** 2, "FOUR": 4 * beta,
-        "INVERSE": 1 / (2 * beta) if beta else 0.0,
-    }  # fmt: skip
-    defines: dict[str, object] = place | {
-        "VEC": vec,
-        "KV": kv,
-        "RESIDUAL_BITS": spec.residual_bits,
-        "PAGE": spec.page_tokens,
-        "PAIRS": pairs,
-        "THREADS": _THREADS,
-        "LANES": lanes,
-        "COLUMNS": packs // lanes,
-        "PAIRED": int(paired),
-        "CURVED": int(beta > 0),
-        **{name: f"{float(np.float32(x))!r}f" for name, x in curve.items()},
-    }
-    return defines, _THREADS // lanes if pairs and not paired else 0
 
 
 @lru_cache(maxsize=256)

@@ -11,12 +11,12 @@ import torch
 
 from ..layout import DTYPE_BYTES, KVLayout
 from .cuda import Kernels
+from .cuda_defines import CHUNKED_FILES, chunked_defines
 from .cuda_memory import Place
 from .cuda_scheme import CudaScheme, address
 from .grid import grid_of
-from .spec import SINK_RATIO, SINK_SHARE, CodecSpec, PayloadPlan
+from .spec import CodecSpec, PayloadPlan
 
-FILES = ("element.cuh", "cache.cuh", "digest.cu", "chunked.cu")
 _LANES = 8
 _DECODE_THREADS = 256
 
@@ -45,7 +45,7 @@ class CudaChunked(CudaScheme):
         spec, layout = self.spec, place.layout
         plan = PayloadPlan.of(spec, layout)
         defines = chunked_defines(spec, place.defines)
-        kernels = Kernels.of(FILES, defines)
+        kernels = Kernels.of(CHUNKED_FILES, defines)
         vec, width = int(str(defines["VEC"])), DTYPE_BYTES[layout.dtype]
         tiles = -(-layout.channels // (vec * _LANES))
         scratch = self.scratch(plan.pages * spec.page_tokens)
@@ -75,7 +75,7 @@ class CudaChunked(CudaScheme):
         plan = PayloadPlan.of(self.spec, place.layout)
         exact = plan.exact_count(len(anchor), self.spec.exact_tokens)
         before = (*_plan_args(plan), np.int64(place.layout.tokens), np.int32(exact))
-        kernels = Kernels.of(FILES, chunked_defines(self.spec, place.defines))
+        kernels = Kernels.of(CHUNKED_FILES, chunked_defines(self.spec, place.defines))
         pages = plan.units * plan.pages
         return self.launch_verify(kernels, before, pages, anchor, residual, digests, record)
 
@@ -92,35 +92,12 @@ class CudaChunked(CudaScheme):
         threads = (
             plan.units * plan.pages * spans * (place.layout.channels // int(str(defines["VEC"])))
         )
-        Kernels.of(FILES, defines).launch(
+        Kernels.of(CHUNKED_FILES, defines).launch(
             "decode_anchor" if residual is None else "decode_both",
             -(-threads // _DECODE_THREADS), _DECODE_THREADS,
             (*place.args, *_plan_args(plan), address(anchor), address(residual), np.int32(exact),
              address(self._values), address(gate)),
         )  # fmt: skip
-
-
-def chunked_defines(spec: CodecSpec, place: dict[str, int]) -> dict[str, object]:
-    """What ``kernels/chunked.cu`` is compiled with."""
-    grid = grid_of(spec)
-    # Chunks that are not whole groups of 8 tokens need more shared memory for each channel.
-    vec = 1 if spec.chunk % 8 else place["VEC"]
-    return place | {
-        "VEC": vec,
-        "ENCODE_BLOCKS": max(1, min(4, 1024 // spec.page_tokens)),
-        "PAPER": int(spec.profile == "paper"),
-        "ANCHOR_BITS": spec.anchor_bits,
-        "RESIDUAL_BITS": spec.residual_bits,
-        "CHUNK": spec.chunk,
-        "PAGE": spec.page_tokens,
-        "RUN": math.gcd(spec.chunk, 8),
-        "UNIFORM": int(grid.uniform),
-        "SCALE": f"{grid.scale}f",
-        "EXACT": spec.exact_tokens,
-        "SINK_RATIO": SINK_RATIO,
-        "SINK_SHARE": SINK_SHARE[0],
-        "SINK_SHARE_OF": SINK_SHARE[1],
-    }
 
 
 @lru_cache(maxsize=256)
