@@ -2,6 +2,7 @@
 
 from .calibration import Calibration
 from .codec import Codec
+from .paged import PagedCache
 from .spec import PROFILES, CodecSpec
 
-__all__ = ["PROFILES", "Calibration", "Codec", "CodecSpec"]
+__all__ = ["PROFILES", "Calibration", "Codec", "CodecSpec", "PagedCache"]
