@@ -100,7 +100,7 @@ DEVICE void load_token(float (&x)[MINE], const u8* row, int lane, u32* most) {
         if (has(lane, g * BESIDE)) p = load_as<BESIDE * ELEMENT_BYTES, Beside>(row + channel_of(lane, g * BESIDE) * ELEMENT_BYTES);
         if (most)
 #pragma unroll
-            for (int w = 0; w < (int)(sizeof(p) / 4); ++w) *most = larger(*most, p.w[w] & ~SIGN_WORD);
+            for (int w = 0; w < (int)(sizeof(p) / 4); ++w) *most = larger_size(*most, p.w[w]);
 #pragma unroll
         for (int v = 0; v < BESIDE; ++v)
 #if DTYPE == 0
@@ -110,7 +110,7 @@ DEVICE void load_token(float (&x)[MINE], const u8* row, int lane, u32* most) {
 #endif
     }
 }
-DEVICE void store_token(u8* row, const float (&x)[MINE], int lane) {
+DEVICE void store_token(bool really, u8* row, const float (&x)[MINE], int lane) {
 #pragma unroll
     for (int g = 0; g < APART; ++g) {
         Beside p = {};
@@ -122,7 +122,7 @@ DEVICE void store_token(u8* row, const float (&x)[MINE], int lane) {
             p.w[w] = two_halves(x[g * BESIDE + 2 * w], BESIDE == 1 ? 0.0f : x[g * BESIDE + (BESIDE == 1 ? 0 : 2 * w + 1)]);
 #endif
         }
-        if (has(lane, g * BESIDE)) store_as<BESIDE * ELEMENT_BYTES>(row + channel_of(lane, g * BESIDE) * ELEMENT_BYTES, p);
+        store_if<BESIDE * ELEMENT_BYTES>(really && has(lane, g * BESIDE), row + channel_of(lane, g * BESIDE) * ELEMENT_BYTES, p);
     }
 }
 
@@ -165,34 +165,59 @@ template <bool BACK> DEVICE void rotate(float (&x)[MINE], const float* cos, cons
 struct Channels {
     u32 place[DIM];  // column among this head's columns of its width's plane
     u32 count[MAX_WIDTH], before[MAX_WIDTH], all[MAX_WIDTH], plane[MAX_WIDTH];
+    u32 wider[MAX_WIDTH], earlier[(DIM + 31) / 32][MAX_WIDTH];  // channels: of a larger width, of one in earlier warps
     u16 order[DIM];  // channels by falling width
     u8 width[DIM];
 };
 
-// Where a head's channels lie in its part of the planes, from s.width, by one warp.
+// Where a head's channels lie in its part of the planes, from s.width.
 DEVICE void sort_by_width(Channels& s) {
     const int lane = threadIdx.x % 32;
-    if (lane < MAX_WIDTH) s.count[lane] = 0;
-    __syncwarp();
-    for (int i = 0; i < DIM; i += 32) {
-        const int c = i + lane, width = c < DIM ? s.width[c] : 0;
+    __syncthreads();
+    for (int first = threadIdx.x - lane; first < DIM; first += THREADS) {
+        const int c = first + lane, width = c < DIM ? s.width[c] : 0;
+        u32* count = s.earlier[first / 32];
+        if (lane < MAX_WIDTH) count[lane] = 0;
         const u32 same = __match_any_sync(FULL, width);
         const u32 ahead = __popc(same & ((1u << lane) - 1));
-        u32 start = 0;
-        if (width) start = s.count[width - 1];
-        __syncwarp();
-        if (width) {
-            s.place[c] = start + ahead;
-            if (ahead == 0) s.count[width - 1] = start + __popc(same);
+        if (width) s.place[c] = ahead;
+        if (width && ahead == 0) count[width - 1] = __popc(same);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        u32 sum = 0;
+        for (int i = 0; lane < MAX_WIDTH && i < (DIM + 31) / 32; ++i) {
+            const u32 here = s.earlier[i][lane];
+            s.earlier[i][lane] = sum;
+            sum += here;
         }
-        __syncwarp();
+        u32 from = sum;  // of this width and all larger ones
+        for (int step = 1; step < MAX_WIDTH; step *= 2) from += __shfl_down_sync(FULL, from, step);
+        if (lane < MAX_WIDTH) s.count[lane] = sum, s.wider[lane] = from - sum;
     }
-    for (int c = lane; c < DIM; c += 32) {
-        u32 at = s.place[c];
-        for (int w = MAX_WIDTH; w > s.width[c]; --w) at += s.count[w - 1];
-        s.order[at] = c;
+    __syncthreads();
+    for (int c = threadIdx.x; c < DIM; c += THREADS) {
+        const int width = s.width[c];
+        const u32 at = s.place[c] += s.earlier[c / 32][width - 1];
+        s.order[s.wider[width - 1] + at] = c;
     }
-    __syncwarp();
+    __syncthreads();
+}
+
+// Calls `move(channel, width, byte, offset in the section, groups' step there)` for every byte of 8
+// tokens' codes, for the first group. Neighbouring lanes have neighbouring columns of a plane.
+template <typename Move> DEVICE void for_columns(const Channels& s, Move move) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int first = warp;  // rows of these 32 channels are the warps' in turn
+    for (int k = 0; k < DIM; k += 32) {
+        const int c = s.order[k + lane < DIM ? k + lane : DIM - 1], width = k + lane < DIM ? s.width[c] : 0;
+        const u32 columns = s.all[s.width[c] - 1], start = s.plane[s.width[c] - 1] + s.place[c];
+        const int widest = s.width[s.order[k]];
+        int j = first;
+        for (; j < widest; j += WARPS_HERE)
+            if (j < width) move(c, width, j, start + j * columns, width * columns);
+        first = j - widest;
+    }
 }
 
 // From the counts of all heads: where each width's plane begins, and this head's columns in it.

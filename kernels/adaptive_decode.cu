@@ -1,103 +1,186 @@
 // The decoder of the profile `adaptive`, and what checks its objects.
 //
-// A head's codes are gathered from the planes into shared memory, a word for 8 tokens of a channel;
-// then every row of threads rebuilds 8 tokens at a time.
+// A head's codes are gathered from the planes into shared memory, then every row of threads rebuilds
+// 8 tokens at a time. What a channel needs for that stays in registers over all tokens of the page.
+//
+// A code under an exponent of 2^23, as bits 1.. of a mantissa, is a float without a conversion; the
+// fused multiplications that follow are exact, so that they round as separate operations would.
+#define UNIT 0x4B000000u  // 2^23, whose last bit is worth 1
+
 struct Shared {
-    u64 words[PAGE / 8][DIM];
+    u32 words[2][PAGE / 8][DIM];  // the first and the last 32 bits of 8 tokens' codes
     float low[DIM], half_range[DIM];
-    float by[PAGE];  // what a token's values are multiplied with
+    __align__(16) float by[PAGE];  // what a token's values are multiplied with
+#if BLOCK
+    i64 at[PAGE];  // where a token goes, bytes from the unit's start; negative: nowhere
+#endif
     float rows[PAIRED || !PAIRS ? 1 : ROWS][PAIRED || !PAIRS ? 1 : DIM];
     Channels c;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES");
 
+// Bits of 8 tokens' residual codes of a thread's channels.
+template <int R> DEVICE void load_rest(u32 (&rest)[MINE][2], const u8* correction, int group, int rows, int lane) {
+    struct Row { u32 w[(BESIDE + 3) / 4]; };
+    Row found[8][APART];
+#pragma unroll
+    for (int r = 0; r < 8; ++r)
+#pragma unroll
+        for (int g = 0; g < APART; ++g) {
+            found[r][g] = Row{};
+            if (r < R && group * R + r < rows && has(lane, g * BESIDE))
+                found[r][g] = load_as<BESIDE, Row>(correction + (i64)(group * R + r) * CHANNELS + channel_of(lane, g * BESIDE));
+        }
+#pragma unroll
+    for (int e = 0; e < MINE; ++e)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int g = e / BESIDE, w = e % BESIDE / 4, b = e % BESIDE % 4;
+            const u32 pick = b | (4 + b) << 4;
+            const u32 one = __byte_perm(found[4 * h][g].w[w], found[4 * h + 1][g].w[w], pick);
+            const u32 two = __byte_perm(found[4 * h + 2][g].w[w], found[4 * h + 3][g].w[w], pick);
+            rest[e][h] = 4 * h < R ? __byte_perm(one, two, 0x5410) : 0;
+        }
+}
+
+// A thread's channels of one of the two words of 8 tokens' codes.
+DEVICE void load_words(u32 (&word)[MINE], const u32* row, int lane) {
+    constexpr int N = BESIDE < 4 ? BESIDE : 4;
+    struct Few { u32 w[N]; };
+#pragma unroll
+    for (int e = 0; e < MINE; e += N) {
+        Few few = {};
+        if (has(lane, e)) few = load_as<4 * N, Few>(row + channel_of(lane, e));
+#pragma unroll
+        for (int i = 0; i < N; ++i) word[e + i] = few.w[i];
+    }
+}
+
+// `to`: the head's first channel of token t, in a tensor; of the unit's first element, in pages.
+DEVICE void put_token(const Shared& s, u8* to, int t, int length, float (&x)[MINE], int lane) {
+#if DTYPE == 1
+#pragma unroll
+    for (int e = 0; e < MINE; ++e) x[e] = fminf(fmaxf(x[e], -MAX_ABS), MAX_ABS);
+#endif
+#if BLOCK
+    const i64 at = s.at[t];
+    store_token(at >= 0, to + at, x, lane);
+#else
+    store_token(t < length, to, x, lane);
+#endif
+}
+
+// The row apart: a channel's upper 8 bits lie in the section, the others where its codes would.
+template <bool FINE> DEVICE void rebuild_row(const Cache& cache, const Shared& s, const u8* section,
+                                             const u8* correction, u8* to, int head, int star,
+                                             int length, int lane) {
+    constexpr int R = FINE ? RESIDUAL_BITS : 0;
+    const float bottom = bf16_to_float(get_u16(section + AT_ROW_LOW + 2 * head));
+    const float range = bf16_to_float(get_u16(section + AT_ROW_RANGE + 2 * head));
+    const int group = star / 8, i = star % 8;
+    u32 rest[MINE][2];
+    load_rest<R>(rest, correction, group, (length * R + 7) / 8, lane);
+    float x[MINE];
+#pragma unroll
+    for (int e = 0; e < MINE; ++e) {
+        const int c = has(lane, e) ? channel_of(lane, e) : 0, width = s.c.width[c];
+        const u64 codes = (u64)s.words[1][group][c] << 32 | s.words[0][group][c];
+        const u64 extra = (u64)rest[e][1] << 32 | rest[e][0];
+        u32 q = section[AT_ROWS + head * DIM + c] << width | ((u32)(codes >> (i * width)) & ((1u << width) - 1));
+        q = q << R | ((u32)(extra >> (i * R)) & ((1u << R) - 1));
+        x[e] = bottom + ((float)q + 0.5f) * power_of_two(-(8 + width + R)) * range;
+    }
+    put_token(s, to + star * (BLOCK ? 0 : cache.c * ELEMENT_BYTES), star, length, x, lane);
+}
+
 // SCALED: multiply by s.by; else it is already in `low` and `half_range`.
 template <bool FINE, bool KEYS, bool SCALED> DEVICE void rebuild(
-    const Cache& cache, Shared& s, const u8* section, const u8* correction, u8* to, i64 first,
+    const Cache& cache, Shared& s, const u8* section, const u8* correction, u8* to,
     const float* cos, const float* sin, int head, int length)
 {
     constexpr int R = FINE ? RESIDUAL_BITS : 0;
     const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES;
     const int star = section[AT_STARS + head], rows = (length * R + 7) / 8;
-    float low[MINE], half_range[MINE], step[MINE];
-    u32 width[MINE], mask[MINE];
+    float low[MINE], half_range[MINE], step[MINE], fine[MINE], shift[MINE];
+    u32 width[MINE], mask[MINE], unit = UNIT | 1;
+    keep(unit);
 #pragma unroll
     for (int e = 0; e < MINE; ++e) {
         const int c = has(lane, e) ? channel_of(lane, e) : 0;
         low[e] = s.low[c], half_range[e] = s.half_range[c], width[e] = s.c.width[c];
-        mask[e] = (1u << width[e]) - 1;
-        step[e] = power_of_two(-((int)width[e] + R));
+        mask[e] = (2u << width[e]) - 2;
+        step[e] = power_of_two(-(int)width[e]);
+        // Of 2(q + 1/2)·2^-bits - 1 what does not depend on the codes, with 2^23 taken off them.
+        fine[e] = power_of_two(-(int)width[e] - R);
+        shift[e] = (R ? -8388608.0f * fine[e] : fine[e]) - 1.0f - 8388608.0f * step[e];
+        keep(mask[e]), keep(step[e]), keep(fine[e]), keep(shift[e]);
     }
 #pragma unroll 1
     for (int group = row; group < (length + 7) / 8; group += ROWS) {
-        u64 word[MINE];
-        u32 rest[MINE][REST_WORDS] = {};
-        struct Row { u32 w[(BESIDE + 3) / 4]; };
-        Row found[R ? R : 1][APART];
-#pragma unroll
-        for (int r = 0; r < R; ++r)
-#pragma unroll
-            for (int g = 0; g < APART; ++g) {
-                found[r][g] = Row{};
-                if (group * R + r < rows && has(lane, g * BESIDE))
-                    found[r][g] = load_as<BESIDE, Row>(correction + (i64)(group * R + r) * CHANNELS + channel_of(lane, g * BESIDE));
-            }
-#pragma unroll
-        for (int e = 0; e < MINE; ++e) {
-            word[e] = has(lane, e) ? s.words[group][channel_of(lane, e)] : 0;
-#pragma unroll
-            for (int r = 0; r < R; ++r)
-                rest[e][r / 4] |= (found[r][e / BESIDE].w[e % BESIDE / 4] >> (8 * (e % BESIDE % 4)) & 255) << (8 * (r % 4));
-        }
-        u32 codes[MINE];  // of 4 tokens
-#pragma unroll 4
-        for (int i = 0; i < 8; ++i) {
-            const int t = group * 8 + i;
-            if (i % 4 == 0)
-#pragma unroll
-                for (int e = 0; e < MINE; ++e) codes[e] = (u32)(i ? word[e] >> (4 * width[e]) : word[e]);
-            u32 extra[MINE];
-            float x[MINE];
-#pragma unroll
-            for (int e = 0; e < MINE; ++e) {
-                u32 q = codes[e] & mask[e];
-                codes[e] >>= width[e];
-                if (R) {
-                    extra[e] = rest[e][0] & ((1u << R) - 1);
-                    rest[e][0] = REST_WORDS == 2 ? __funnelshift_r(rest[e][0], rest[e][REST_WORDS - 1], R) : rest[e][0] >> R;
-                    if (REST_WORDS == 2) rest[e][REST_WORDS - 1] >>= R;
-                    q = q << R | extra[e];
-                }
-                // 2(q + 1/2)·2^-bits - 1, exactly; half of the range makes up for twice the value.
-                const float z = __fmaf_rn(__uint_as_float(q | 0x4B000000u) - 8388608.0f, step[e] + step[e], step[e] - 1.0f);
-#if CURVED
-                const float twice = z * (ONE_LESS + BETA * fabsf(z)) + 1.0f;
-#else
-                const float twice = z + 1.0f;
-#endif
-                x[e] = low[e] + twice * half_range[e];
-                if (SCALED) x[e] *= s.by[KEYS ? 0 : t];
-            }
-            if (KEYS) rotate<false>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
-            if (t >= length) continue;
-            if (t == star) {
-                const float bottom = bf16_to_float(get_u16(section + AT_ROW_LOW + 2 * head));
-                const float range = bf16_to_float(get_u16(section + AT_ROW_RANGE + 2 * head));
+        u32 upper[MINE], codes[MINE], rest[MINE][2];
+        load_words(codes, s.words[0][group], lane);
+        load_words(upper, s.words[1][group], lane);
+        if (R) load_rest<R>(rest, correction, group, rows, lane);
+        const i64 step_to = BLOCK ? 0 : cache.c * ELEMENT_BYTES;
+        u8* at = to + group * 8 * step_to;
+#pragma unroll 1
+        for (int half = 0; half < 8; half += 4) {
+            if (half) {
 #pragma unroll
                 for (int e = 0; e < MINE; ++e) {
-                    u32 q = section[AT_ROWS + head * DIM + (has(lane, e) ? channel_of(lane, e) : 0)];
-                    if (FINE) q = q << RESIDUAL_BITS | (R ? extra[e] : 0);
-                    x[e] = bottom + ((float)q + 0.5f) * power_of_two(-(8 + (FINE ? RESIDUAL_BITS : 0))) * range;
+                    codes[e] = __funnelshift_rc(codes[e], upper[e], 4 * width[e]);
+                    if (R) rest[e][0] = __funnelshift_r(rest[e][0], rest[e][1], 4 * R);
                 }
             }
-#if DTYPE == 1
+            u32 left[MINE];
+            struct Four { float of[4]; };
+            const Four by = SCALED && !KEYS ? load_as<16, Four>(s.by + group * 8 + half) : Four{};
 #pragma unroll
-            for (int e = 0; e < MINE; ++e) x[e] = fminf(fmaxf(x[e], -MAX_ABS), MAX_ABS);
+            for (int i = 0; i < 4; ++i) {
+                const int t = group * 8 + half + i;
+                float x[MINE];
+#pragma unroll
+                for (int e = 0; e < MINE; ++e) {
+                    left[e] = i == 0 ? codes[e] : left[e] >> (i == 1 ? width[e] - 1 : width[e]);
+                    const u32 code = i == 0 ? left[e] << 1 : left[e];
+                    float z = __fmaf_rn(__uint_as_float(masked(code, mask[e], UNIT)), step[e], shift[e]);
+                    if (R) {
+                        const u32 extra = i == 0 ? rest[e][0] << 1 : rest[e][0] >> (i * R - 1);
+                        z = __fmaf_rn(__uint_as_float(masked(extra, (2u << R) - 2, unit)), fine[e], z);
+                    }
+#if CURVED
+                    const float twice = z * (ONE_LESS + BETA * fabsf(z)) + 1.0f;
+#else
+                    const float twice = z + 1.0f;
 #endif
-            const i64 at = cache.token(first + t);
-            if (at >= 0) store_token(to + at * ELEMENT_BYTES, x, lane);
+                    x[e] = low[e] + twice * half_range[e];
+                    if (SCALED) x[e] *= KEYS ? s.by[0] : by.of[i];
+                }
+                if (KEYS) rotate<false>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+                put_token(s, at, t, length, x, lane);
+                at += step_to;
+            }
         }
     }
+    if (row == star / 8 % ROWS) rebuild_row<FINE>(cache, s, section, correction, to, head, star, length, lane);
+}
+
+// Brings a later block's share of its page's sections into the L2 cache: byte by byte from the
+// device's memory, its planes would keep it waiting.
+#define AHEAD 400  // blocks that run before it, or beside this one
+template <bool FINE> DEVICE void ask_ahead(const Plan& plan, const u8* anchor, const u8* residual) {
+    const int number = blockIdx.x + AHEAD;
+    if (number >= gridDim.x) return;
+    const int head = number % HEADS, page = number / HEADS % plan.pages, unit = number / HEADS / plan.pages;
+    const i64 bytes = plan.anchor_bytes(unit % KV, page);
+    const u8* from = anchor + plan.anchor(unit / KV, unit % KV, page);
+    for (i64 at = bytes * head / HEADS + threadIdx.x % 32 * 128; at < bytes * (head + 1) / HEADS; at += 32 * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    if (!FINE) return;
+    const i64 rest = CHANNELS * ((plan.length(page) * RESIDUAL_BITS + 7) / 8);
+    from = residual + plan.residual(unit / KV, unit % KV, page);
+    for (i64 at = rest * head / HEADS + threadIdx.x % 32 * 128; at < rest * (head + 1) / HEADS; at += 32 * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
 template <bool FINE> DEVICE void decode(
@@ -115,6 +198,7 @@ template <bool FINE> DEVICE void decode(
     const int length = plan.length(page), groups = (length + 7) / 8;
     const u8* section = anchor + plan.anchor(layer, part, page);
 
+    if (warp == WARPS_HERE - 1) ask_ahead<FINE>(plan, anchor, residual);
     if (threadIdx.x < MAX_WIDTH) s.c.all[threadIdx.x] = s.c.before[threadIdx.x] = 0;
     __syncthreads();
     for (int i = warp * 32; i < CHANNELS; i += THREADS) {
@@ -144,42 +228,37 @@ template <bool FINE> DEVICE void decode(
     } else if (threadIdx.x == 0) {
         s.by[0] = power_of_two(exponent);
     }
+#if BLOCK
+    for (int t = threadIdx.x; t < PAGE; t += THREADS)
+        s.at[t] = t < length ? cache.token((i64)page * PAGE + t) * ELEMENT_BYTES : -1;
+#endif
     for (int c = threadIdx.x; c < DIM; c += THREADS) {
         s.low[c] = half_to_float(reinterpret_cast<const u16*>(section)[head * DIM + c]) * factor;
         s.half_range[c] = 0.5f * half_to_float(reinterpret_cast<const u16*>(section + AT_RANGES)[head * DIM + c]) * factor;
     }
-    __syncthreads();
-    if (warp == 0) sort_by_width(s.c);
-    __syncthreads();
+    sort_by_width(s.c);
     place_planes(s.c, values, length);
-    constexpr int SLICES = THREADS / DIM > 1 ? THREADS / DIM : 1;
-    for (int i = threadIdx.x; i < DIM * SLICES; i += THREADS) {
-        const int c = s.c.order[i % DIM], slice = i / DIM, width = s.c.width[c];
-        const u32 columns = s.c.all[width - 1];
-        u32 from = s.c.plane[width - 1] + s.c.place[c] + slice * width * columns;
-#pragma unroll 4
-        for (int group = slice; group < groups; group += SLICES) {
-            u32 low = 0, high = 0;
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (j < width) low |= (u32)__ldg(section + from + j * columns) << (8 * j);
-            if (width > 4)
-#pragma unroll
-                for (int j = 4; j < MAX_WIDTH; ++j)
-                    if (j < width) high |= (u32)__ldg(section + from + j * columns) << (8 * (j - 4));
-            s.words[group][c] = (u64)high << 32 | low;
-            from += SLICES * width * columns;
+    for_columns(s.c, [&](int c, int width, int j, u32 start, u32 step) {
+        const u8* from = section + start;
+        u8* word = reinterpret_cast<u8*>(&s.words[j / 4][0][c]) + j % 4;
+#pragma unroll 16
+        for (int group = 0; group < groups; ++group) {
+            *word = __ldg(from);
+            word += 4 * DIM;
+            from += step;
         }
-    }
+    });
     __syncthreads();
     const float* cos = all_cos + (i64)table[layer] * 256 * PAIRS;
     const float* sin = all_sin + (i64)table[layer] * 256 * PAIRS;
     const u8* correction = residual + plan.residual(layer, part, page) + head * DIM;
     u8* to = cache.unit(unit) + (i64)head * cache.d * ELEMENT_BYTES;
-    const i64 first = (i64)page * PAGE;
-    if (values) rebuild<FINE, false, true>(cache, s, section, correction, to, first, cos, sin, head, length);
-    else if (fold) rebuild<FINE, true, false>(cache, s, section, correction, to, first, cos, sin, head, length);
-    else rebuild<FINE, true, true>(cache, s, section, correction, to, first, cos, sin, head, length);
+#if !BLOCK
+    to += (i64)page * PAGE * cache.c * ELEMENT_BYTES;
+#endif
+    if (values) rebuild<FINE, false, true>(cache, s, section, correction, to, cos, sin, head, length);
+    else if (fold) rebuild<FINE, true, false>(cache, s, section, correction, to, cos, sin, head, length);
+    else rebuild<FINE, true, true>(cache, s, section, correction, to, cos, sin, head, length);
 }
 
 #define DECODE_ARGS CACHE_ARGS, PLAN_ARGS, const float* __restrict__ cos, const float* __restrict__ sin, \

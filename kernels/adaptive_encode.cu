@@ -7,24 +7,29 @@
 // before it can write. Blocks take their work in order from a counter and wait only for blocks that
 // began at most HEADS places from them; HEADS is at most what the device runs at once.
 #define STEP (1 << RESIDUAL_BITS)
+#define UNIT 0x4B000000u  // 2^23, whose last bit is worth 1
 
 struct Shared {
 #if STAGED
     uint4 tile[(PAGE * DIM * ELEMENT_BYTES + 15) / 16];  // [PAGE][DIM]; then words
 #else
-    u64 tile[PAGE / 8 * DIM];  // words: a channel's codes of 8 tokens, [PAGE / 8][DIM]
+    u64 tile[PAGE / 8 * DIM];  // words
 #endif
     int bottom[DIM], top[DIM];  // of a channel, in_order
     float low[DIM], factor[DIM];
-    float by[PAGE];  // what a token's values are multiplied with
+    __align__(16) float by[PAGE];  // what a token's values are multiplied with
     float squares[PAGE];
+#if BLOCK
+    i64 at[PAGE];  // where a token lies, in elements; negative: nowhere
+#endif
     float rows[PAIRED || !PAIRS ? 1 : ROWS][PAIRED || !PAIRS ? 1 : DIM];
     Channels c;
     int star, exponent, ticket;
     u32 peak;
     u16 ranges[DIM], row_code[DIM];
-    DEVICE_MEMBER u64* words(int group) {
-        return reinterpret_cast<u64*>(reinterpret_cast<u8*>(tile) + group * 8 * DIM * (STAGED ? ELEMENT_BYTES : 1));
+    // The first or the last 32 bits of all channels' codes of 8 tokens.
+    DEVICE_MEMBER u32* words(int group, int half) {
+        return reinterpret_cast<u32*>(reinterpret_cast<u8*>(tile) + group * 8 * DIM * (STAGED ? ELEMENT_BYTES : 1)) + half * DIM;
     }
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES");
@@ -39,44 +44,62 @@ DEVICE float from_order(int x) { return __int_as_float(x ^ (x >> 31 & 0x7FFFFFFF
 // A head's page as the passes read it.
 struct Source {
     const u8* from;  // the head's first channel in the unit
-    const Cache* cache;
-    const u8* tile;
-    i64 first;
+    i64 step;        // bytes between tokens of a tensor; `from` is its page's first one then
+    const Shared* s;
     // Of a token beyond the page's, what is there does not matter.
     DEVICE_MEMBER const u8* token(int t, int length) const {
 #if STAGED
-        return tile + t * DIM * ELEMENT_BYTES;
+        return reinterpret_cast<const u8*>(s->tile) + t * DIM * ELEMENT_BYTES;
 #else
-        const i64 at = cache->token(first + (t < length ? t : 0));
+        return there(t < length ? t : 0);
+#endif
+    }
+    DEVICE_MEMBER const u8* there(int t) const {
+#if BLOCK
+        const i64 at = s->at[t];
         return from + (at < 0 ? 0 : at) * ELEMENT_BYTES;
+#else
+        return from + t * step;
 #endif
     }
 };
 
-DEVICE void stage(const Source& source, const Cache& cache, u8* tile, int length, u32* bad) {
+// Copies a page to `tile`, with zeros up to a multiple of 8 tokens.
+DEVICE void stage(const Source& source, u8* tile, int length) {
 #if STAGED
-    constexpr int BYTES = COPY * ELEMENT_BYTES, PARTS = DIM / COPY;
+    constexpr int BYTES = COPY * ELEMENT_BYTES, PARTS = DIM / COPY, ACROSS = PARTS < THREADS ? PARTS : THREADS;
+    constexpr int AT_ONCE = THREADS / ACROSS;
+    const int first = threadIdx.x / ACROSS < AT_ONCE ? threadIdx.x / ACROSS : PAGE;
+#pragma unroll 1
+    for (int part = threadIdx.x % ACROSS; part < PARTS; part += ACROSS) {
+        const u8* from = source.from + part * BYTES + (BLOCK ? 0 : first * source.step);
+        u8* to = tile + first * DIM * ELEMENT_BYTES + part * BYTES;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < length * PARTS; i += THREADS) {
-        const int t = i / PARTS, part = i % PARTS;
-        const i64 at = cache.token(source.first + t);
-        if (at < 0) { *bad = 1; continue; }
-        const u8* from = source.from + (at + part * COPY) * ELEMENT_BYTES;
-        u8* to = tile + (t * DIM + part * COPY) * ELEMENT_BYTES;
+        for (int t = first; t < length; t += AT_ONCE) {
+            const u8* at = BLOCK ? source.there(t) + part * BYTES : from;
 #if COPY * ELEMENT_BYTES == 16
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from));
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(at));
 #elif COPY * ELEMENT_BYTES >= 4
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "n"(BYTES));
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(at), "n"(BYTES));
 #else
-        *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from);
+            *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(at);
 #endif
+            from += AT_ONCE * source.step;
+            to += AT_ONCE * DIM * ELEMENT_BYTES;
+        }
     }
+    Bits<ELEMENT_BYTES>::T* rest = reinterpret_cast<Bits<ELEMENT_BYTES>::T*>(tile) + length * DIM;
+    for (int i = threadIdx.x; i < (8 - length % 8) % 8 * DIM; i += THREADS) rest[i] = 0;
     asm volatile("cp.async.commit_group;\ncp.async.wait_all;" ::: "memory");
     __syncthreads();
-#else
-    for (int t = threadIdx.x; t < length; t += THREADS)
-        if (cache.token(source.first + t) < 0) *bad = 1;
 #endif
+}
+
+// Brings a page, which is staged later, into the L2 cache.
+DEVICE void ask_ahead(const Source& source, int length) {
+    for (int t = threadIdx.x; t < length; t += THREADS)
+        for (int at = 0; at < DIM * ELEMENT_BYTES; at += 128)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(source.there(t) + at));
 }
 
 // Sums of squares of all tokens, by halves: element i takes element i + half.
@@ -183,102 +206,140 @@ DEVICE u64 counts_word(const u32* count) {
 }
 DEVICE u32 count_in(u64 word, int i) { return (u32)(word >> (15 * i)) & 0x7FFF; }
 
-// The code of `u` on [0, 2 · half). The exact square root takes ten instructions, the hardware's
-// approximation one, and both give the same code unless it lies within its error of the next one.
-#define TOLERANCE (INVERSE * 4.76837158203125e-7f + 9.5367431640625e-7f)
-DEVICE float curve_place(float u, float root) {
-    return copysignf((root - ONE_LESS) * INVERSE, u + u - 1.0f) + 1.0f;
-}
+// The code of `u` on [0, 2 · half), as the last bits of 2^23 + code. The exact square root takes ten
+// instructions, the hardware's approximation one, and both give the same code unless it lies within
+// their distance of the next one. Bounded for any `u`, also one that is no number.
+#define TOLERANCE (INVERSE * 7.152557373046875e-7f + 3.5762786865234375e-7f)
 DEVICE u32 whole(float place, float half) {
     return __float_as_uint(__fadd_rd(fminf(fmaxf(place, 0.0f), half + half - 1.0f), 8388608.0f));
 }
-DEVICE u32 exact_code(float u, float half) {
+static __device__ __noinline__ u32 exact_code(float u, float half) {
 #if CURVED
-    const float root = __fsqrt_rn(ONE_LESS_SQUARED + FOUR * fabsf(u + u - 1.0f));
-    return whole(curve_place(u, root) * half, half);
+    const float z = u + u - 1.0f, root = __fsqrt_rn(ONE_LESS_SQUARED + FOUR * fabsf(z));
+    return whole((copysignf((root - ONE_LESS) * INVERSE, z) + 1.0f) * half, half);
 #else
     return whole((u + u) * half, half);
 #endif
 }
-DEVICE u32 quick_code(float u, float half, u32& doubt) {
+// `top` = 2^23 + half.
+DEVICE u32 quick_code(float u, float half, float top, u32& doubt) {
 #if CURVED
+    const float z = __fmaf_rn(2.0f, u, -1.0f);
     float root;
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(ONE_LESS_SQUARED + FOUR * fabsf(__fmaf_rn(2.0f, u, -1.0f))));
-    const float place = copysignf((root - ONE_LESS) * INVERSE, u - 0.5f) + 1.0f;
-    const float less = __fmaf_rn(place, half, -TOLERANCE * half), more = __fmaf_rn(place, half, TOLERANCE * half);
-    const u32 code = __float_as_uint(__fadd_rd(fmaxf(less, 0.0f), 8388608.0f));
-    doubt |= code ^ __float_as_uint(__fadd_rd(fminf(more, half + half - 1.0f), 8388608.0f));
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(__fmaf_rn(FOUR, fabsf(z), ONE_LESS_SQUARED)));
+    const float size = fminf(__fmaf_rn(root, INVERSE, -ONE_LESS * INVERSE), 1.0f - 2 * TOLERANCE);
+    const float place = copysignf(size, z);
+    const u32 code = __float_as_uint(__fmaf_rd(place - TOLERANCE, half, top));
+    doubt |= code ^ __float_as_uint(__fmaf_rd(place + TOLERANCE, half, top));
     return code;
 #else
-    return exact_code(u, half);
+    return whole((u + u) * half, half);
 #endif
 }
 
+// Bytes `r` of BESIDE channels' words, side by side.
+struct Bytes { u32 w[(BESIDE + 3) / 4]; };
+DEVICE Bytes bytes_of(const u32 (&word)[MINE], int first, int r) {
+    Bytes out;
+    const u32 pick = r | (4 + r) << 4;
+#pragma unroll
+    for (int w = 0; w < (BESIDE + 3) / 4; ++w) {
+        const int v = first + 4 * w;
+        out.w[w] = BESIDE == 1 ? word[v] >> (8 * r) : __byte_perm(word[v], word[BESIDE == 1 ? v : v + 1], pick);
+        if (BESIDE >= 4) out.w[w] = __byte_perm(out.w[w], __byte_perm(word[BESIDE < 4 ? v : v + 2], word[BESIDE < 4 ? v : v + 3], pick), 0x5410);
+    }
+    return out;
+}
+
 // Codes: the anchor's as words that take the place of what they were made from, the residual's to
-// where they belong.
+// where they belong. Keys' powers of two are in s.low and s.factor.
 template <bool KEYS> DEVICE void quantize(const Source& source, Shared& s, const float* cos, const float* sin,
                                           int row, int lane, int length, u8* correction) {
     float low[MINE], factor[MINE], half[MINE];
-    u32 width[MINE];  // as a power of two: a multiplication appends a code
+    u32 levels[MINE];  // of the anchor: a multiplication appends a code
 #pragma unroll
     for (int e = 0; e < MINE; ++e) {
         const int c = has(lane, e) ? channel_of(lane, e) : 0;
-        low[e] = s.low[c], factor[e] = s.factor[c], width[e] = 1 << s.c.width[c];
+        low[e] = s.low[c], factor[e] = s.factor[c], levels[e] = 1 << s.c.width[c];
         half[e] = power_of_two(s.c.width[c] + RESIDUAL_BITS - 1);
     }
     const int star = s.star, rows = (length * RESIDUAL_BITS + 7) / 8;
-    const float scale = s.by[0];
 #pragma unroll 1
     for (int group = row; group < (length + 7) / 8; group += ROWS) {
-        u32 word[2][MINE] = {}, rest[MINE][REST_WORDS] = {};  // 4 tokens' codes, 8 tokens' residuals
+        u32 word[2][MINE] = {}, rest[REST_WORDS][MINE] = {};  // 4 tokens' codes, 8 tokens' residuals
+#pragma unroll 1
+        for (int first = 4; first >= 0; first -= 4) {
+            struct Four { float of[4]; };
+            const Four by = KEYS ? Four{} : load_as<16, Four>(s.by + group * 8 + first);
 #pragma unroll
-        for (int part = 1; part >= 0; --part)
-#pragma unroll 2
+            for (int e = 0; e < MINE; ++e) word[1][e] = word[0][e], word[0][e] = 0;
+#pragma unroll
             for (int i = 3; i >= 0; --i) {
-                const int t = group * 8 + part * 4 + i;
+                const int t = group * 8 + first + i;
                 float x[MINE];
                 load_token(x, source.token(t, length), lane, nullptr);
                 if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
-                const float by = KEYS ? scale : s.by[t];
                 u32 q[MINE], doubt = 0;
 #pragma unroll
                 for (int e = 0; e < MINE; ++e) {
-                    x[e] = (x[e] * by - low[e]) * factor[e];
-                    q[e] = quick_code(x[e], half[e], doubt);
+                    if (!KEYS) x[e] *= by.of[i];
+                    x[e] = (x[e] - low[e]) * factor[e];
+                    q[e] = quick_code(x[e], half[e], half[e] + 8388608.0f, doubt);
                 }
                 if (doubt)
 #pragma unroll
                     for (int e = 0; e < MINE; ++e) q[e] = exact_code(x[e], half[e]);
-                if (t >= length || t == star)
-#pragma unroll
-                    for (int e = 0; e < MINE; ++e)
-                        q[e] = t == star && has(lane, e) ? s.row_code[channel_of(lane, e)] & (STEP - 1) : 0;
 #pragma unroll
                 for (int e = 0; e < MINE; ++e) {
-                    word[part][e] = word[part][e] * width[e] + ((q[e] & 0x7FFFFF) >> RESIDUAL_BITS);
-                    if (REST_WORDS == 2) rest[e][REST_WORDS - 1] = __funnelshift_l(rest[e][0], rest[e][REST_WORDS - 1], RESIDUAL_BITS);
-                    rest[e][0] = rest[e][0] * STEP + (q[e] & (STEP - 1));
+                    word[0][e] = word[0][e] * levels[e] + (q[e] >> RESIDUAL_BITS);
+                    if (REST_WORDS == 2) rest[REST_WORDS - 1][e] = __funnelshift_l(rest[0][e], rest[REST_WORDS - 1][e], RESIDUAL_BITS);
+                    rest[0][e] = rest[0][e] * STEP + (q[e] & (STEP - 1));
                 }
+            }
+        }
+        u32 codes[2][MINE];
+#pragma unroll
+        for (int e = 0; e < MINE; ++e) {
+            const u32 n = levels[e], extra = (UNIT >> RESIDUAL_BITS) * (1 + n * (1 + n * (1 + n)));
+            const int shift = 4 * (__float_as_int(half[e]) >> 23) - 4 * (126 + RESIDUAL_BITS);  // 4 · width
+            codes[0][e] = word[0][e] - extra | __funnelshift_lc(0, word[1][e] - extra, shift);
+            codes[1][e] = __funnelshift_lc(word[1][e] - extra, 0, shift);
+        }
+        if (group == star / 8 || group * 8 + 8 > length)  // tokens that are none, and the row apart
+#pragma unroll
+            for (int e = 0; e < MINE; ++e) {
+                const int c = has(lane, e) ? channel_of(lane, e) : 0, width = s.c.width[c], i = star % 8;
+                u64 anchors = (u64)codes[1][e] << 32 | codes[0][e];
+                u64 others = (u64)(REST_WORDS == 2 ? rest[REST_WORDS - 1][e] : 0) << 32 | rest[0][e];
+                const int there = length - group * 8;
+                if (there < 8) {
+                    anchors &= (1ull << (there * width)) - 1;
+                    others &= (1ull << (there * RESIDUAL_BITS)) - 1;
+                }
+                if (group == star / 8) {
+                    const u64 all = (1ull << width) - 1, rest_all = STEP - 1;
+                    anchors = (anchors & ~(all << (i * width))) | (s.row_code[c] >> RESIDUAL_BITS & all) << (i * width);
+                    others = (others & ~(rest_all << (i * RESIDUAL_BITS))) | (s.row_code[c] & rest_all) << (i * RESIDUAL_BITS);
+                }
+                codes[0][e] = (u32)anchors, codes[1][e] = (u32)(anchors >> 32);
+                rest[0][e] = (u32)others;
+                if (REST_WORDS == 2) rest[REST_WORDS - 1][e] = (u32)(others >> 32);
             }
         __syncwarp(row_lanes());  // all have read what is overwritten now
 #pragma unroll
         for (int e = 0; e < MINE; ++e)
             if (has(lane, e)) {
-                const u64 upper = (u64)word[1][e] * width[e] * width[e] * width[e] * width[e];
-                s.words(group)[channel_of(lane, e)] = upper | word[0][e];
+                s.words(group, 0)[channel_of(lane, e)] = codes[0][e];
+                s.words(group, 1)[channel_of(lane, e)] = codes[1][e];
             }
 #pragma unroll
         for (int r = 0; r < RESIDUAL_BITS; ++r)
             if (group * RESIDUAL_BITS + r < rows)
 #pragma unroll
-                for (int g = 0; g < APART; ++g) {
-                    struct { u32 w[(BESIDE + 3) / 4]; } out = {};
-#pragma unroll
-                    for (int v = 0; v < BESIDE; ++v)
-                        out.w[v / 4] |= (rest[g * BESIDE + v][r / 4] >> (8 * (r % 4)) & 255) << (8 * (v % 4));
+                for (int g = 0; g < APART; ++g)
                     if (has(lane, g * BESIDE))
-                        store_as<BESIDE>(correction + (i64)(group * RESIDUAL_BITS + r) * CHANNELS + channel_of(lane, g * BESIDE), out);
-                }
+                        store_as<BESIDE>(correction + (i64)(group * RESIDUAL_BITS + r) * CHANNELS + channel_of(lane, g * BESIDE),
+                                         bytes_of(rest[r / 4], g * BESIDE, r % 4));
     }
 }
 
@@ -294,25 +355,31 @@ template <bool KEYS> DEVICE void find_bounds(const Source& source, Shared& s, co
         high[e] = -low[e];
     }
 #pragma unroll 1
-    for (int group = row; group < (length + 7) / 8; group += ROWS)
-#pragma unroll 2
-        for (int i = 0; i < 8; ++i) {
-            const int t = group * 8 + i;
-            float x[MINE];
-            u32 size = 0;
-            load_token(x, source.token(t, length), lane, &size);
-            if (t < length) most = larger(most, size);
-            if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
-            if (t >= length || t == star) continue;
-            const float by = KEYS ? 1.0f : s.by[t];
+    for (int group = row; group < (length + 7) / 8; group += ROWS) {
+        const int there = length - group * 8;
+        u32 skip = there < 8 ? ~0u << there : 0;
+        if (group == star / 8) skip |= 1u << star % 8;
+#pragma unroll 1
+        for (int first = group * 8; first < group * 8 + 8; first += 4, skip >>= 4) {
+            struct Four { float of[4]; };
+            const Four by = KEYS ? Four{} : load_as<16, Four>(s.by + first);
 #pragma unroll
-            for (int e = 0; e < MINE; ++e) {
-                const float y = x[e] * by;
-                low[e] = fminf(low[e], y);
-                high[e] = fmaxf(high[e], y);
+            for (int i = 0; i < 4; ++i) {
+                const int t = first + i;
+                float x[MINE];
+                load_token(x, source.token(t, length), lane, &most);
+                if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+                const bool skipped = skip >> i & 1;
+#pragma unroll
+                for (int e = 0; e < MINE; ++e) {
+                    const float y = KEYS ? x[e] : x[e] * by.of[i];
+                    low[e] = skipped ? low[e] : fminf(low[e], y);
+                    high[e] = skipped ? high[e] : fmaxf(high[e], y);
+                }
             }
         }
-    // NaN, infinity, or beyond the largest float16?
+    }
+    most &= ~SIGN_WORD;  // NaN, infinity, or beyond the largest float16?
     if (!(element(PER_WORD == 1 ? most : most & 0xFFFF) <= MAX_ABS &&
           element(PER_WORD == 1 ? most : most >> 16) <= MAX_ABS)) *bad = 1;
 #pragma unroll
@@ -338,6 +405,38 @@ DEVICE void put_nibbles(u8* to, const u8* from, int count, int head) {
         to[i] = __ldcg(from + 2 * i) | (2 * i + 1 < count ? __ldcg(from + 2 * i + 1) << 4 : 0);
 }
 
+// The row apart, by one warp: from its own bounds, with 8 bits more than the channels' codes.
+DEVICE void put_row(const Source& source, Shared& s, u8* section, int head, int length) {
+    const int lane = threadIdx.x % 32, star = s.star;
+    typedef Bits<ELEMENT_BYTES>::T Element;
+    const Element* from = reinterpret_cast<const Element*>(source.token(star, length));
+    float lowest = __uint_as_float(0x7F800000u), highest = -lowest;
+    for (int c = lane; c < DIM; c += 32) {
+        lowest = fminf(lowest, element(from[c]));
+        highest = fmaxf(highest, element(from[c]));
+    }
+    for (int step = 16; step; step /= 2) {
+        lowest = fminf(lowest, __shfl_xor_sync(FULL, lowest, step));
+        highest = fmaxf(highest, __shfl_xor_sync(FULL, highest, step));
+    }
+    const u16 low16 = bf16_down(lowest);
+    const float bottom = bf16_to_float(low16);
+    const float span = fmaxf(-bf16_to_float(bf16_down(bottom - highest)), MIN_ROW_RANGE);
+    for (int c = lane; c < DIM; c += 32) {
+        const int bits = s.c.width[c] + RESIDUAL_BITS;
+        const float levels = power_of_two(8 + bits);
+        const u32 q = (u32)fminf(fmaxf(floorf(divide(element(from[c]) - bottom, span) * levels), 0.0f), levels - 1.0f);
+        s.row_code[c] = q & ((1 << bits) - 1);
+        section[AT_ROWS + head * DIM + c] = q >> bits;
+    }
+    if (lane == 0) {
+        section[AT_STARS + head] = star;
+        section[AT_EXPONENTS + head] = s.exponent;
+        put_u16(section + AT_ROW_LOW + 2 * head, low16);
+        put_u16(section + AT_ROW_RANGE + 2 * head, __float_as_uint(span) >> 16);
+    }
+}
+
 // `exchange`: a counter of work taken, then two words for each layer, page, kv and head; zero at
 // first. `published`: widths less one [layer, page, kv, channel] and steps [layer, page, token, head].
 extern "C" __global__ void __launch_bounds__(THREADS, STAGED && COLUMNS == 1 ? BLOCKS : 1)
@@ -356,6 +455,13 @@ encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __
     const int length = plan.length(page);
     const float* cos = all_cos + (i64)table[layer] * 256 * PAIRS;
     const float* sin = all_sin + (i64)table[layer] * 256 * PAIRS;
+#if BLOCK
+    for (int t = threadIdx.x; t < length; t += THREADS) {
+        s.at[t] = cache.token((i64)page * PAGE + t);
+        if (s.at[t] < 0) scratch->bad = 1;
+    }
+    __syncthreads();
+#endif
     u8* steps = published + (i64)layers * pages * KV * CHANNELS + (i64)place * PAGE * HEADS;
 
 #pragma unroll 1
@@ -364,9 +470,10 @@ encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __
         const int unit = layer * KV + part;
         u8* section = anchor + plan.anchor(layer, part, page);
         u8* widths = published + ((i64)place * KV + part) * CHANNELS;
-        const Source source = {cache.unit(unit) + (i64)head * cache.d * ELEMENT_BYTES, &cache,
-                               reinterpret_cast<const u8*>(s.tile), (i64)page * PAGE};
-        stage(source, cache, reinterpret_cast<u8*>(s.tile), length, &scratch->bad);
+        Source source = {cache.unit(unit) + (i64)head * cache.d * ELEMENT_BYTES, cache.c * ELEMENT_BYTES, &s};
+        if (!BLOCK) source.from += (i64)page * PAGE * source.step;
+        stage(source, reinterpret_cast<u8*>(s.tile), length);
+        if (values) ask_ahead({cache.unit(unit - 1) + (source.from - cache.unit(unit)), source.step, &s}, length);
         if (part == KV - 1) {  // the row: the token with the smallest values, the first among equals
             sum_squares(source, s, row, lane, length);
             __syncthreads();
@@ -414,7 +521,6 @@ encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __
             s.exponent = s.peak ? max((int)(s.peak >> 23) - 126, LEAST_EXPONENT) : LEAST_EXPONENT;
         __syncthreads();
         const float scale = values ? 1.0f : power_of_two(-s.exponent);
-        if (!values && threadIdx.x == 0) s.by[0] = scale;
         for (int c = threadIdx.x; c < DIM; c += THREADS) {
             const int at = head * DIM + c;
             const u16 low16 = half_down(from_order(s.bottom[c]) * scale);
@@ -423,46 +529,16 @@ encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __
             s.ranges[c] = half_down(span);  // exact
             reinterpret_cast<u16*>(section)[at] = low16;
             reinterpret_cast<u16*>(section + AT_RANGES)[at] = s.ranges[c];
-            s.low[c] = bottom;
-            s.factor[c] = divide(1.0f, span);
+            s.low[c] = values ? bottom : bottom * power_of_two(s.exponent);  // exactly, as is all
+            s.factor[c] = divide(1.0f, span) * scale;                       // that follows
         }
         __syncthreads();
         if (warp == 0) {
             set_widths(s, s.ranges, values ? nullptr : priority + ((i64)layer * HEADS + head) * DIM,
                        plan.total(part));
-            sort_by_width(s.c);
         }
-        if (warp == (WARPS_HERE > 1 ? 1 : 0)) {  // the row itself
-            const u8* from = cache.unit(unit) + (i64)head * cache.d * ELEMENT_BYTES;
-            const i64 at = cache.token((i64)page * PAGE + star);
-            float lowest = __uint_as_float(0x7F800000u), highest = -lowest;
-            for (int c = threadIdx.x % 32; at >= 0 && c < DIM; c += 32) {
-                const float x = element(reinterpret_cast<const Bits<ELEMENT_BYTES>::T*>(from)[at + c]);
-                lowest = fminf(lowest, x);
-                highest = fmaxf(highest, x);
-            }
-            for (int step = 16; step; step /= 2) {
-                lowest = fminf(lowest, __shfl_xor_sync(FULL, lowest, step));
-                highest = fmaxf(highest, __shfl_xor_sync(FULL, highest, step));
-            }
-            const u16 low16 = bf16_down(lowest);
-            const float bottom = bf16_to_float(low16);
-            const float span = fmaxf(-bf16_to_float(bf16_down(bottom - highest)), MIN_ROW_RANGE);
-            const float most = (float)((256 << RESIDUAL_BITS) - 1);
-            for (int c = threadIdx.x % 32; at >= 0 && c < DIM; c += 32) {
-                const float x = element(reinterpret_cast<const Bits<ELEMENT_BYTES>::T*>(from)[at + c]);
-                const float q = floorf(divide(x - bottom, span) * (most + 1.0f));
-                s.row_code[c] = (u16)fminf(fmaxf(q, 0.0f), most);
-                section[AT_ROWS + head * DIM + c] = s.row_code[c] >> RESIDUAL_BITS;
-            }
-            if (threadIdx.x % 32 == 0) {
-                section[AT_STARS + head] = star;
-                section[AT_EXPONENTS + head] = s.exponent;
-                put_u16(section + AT_ROW_LOW + 2 * head, low16);
-                put_u16(section + AT_ROW_RANGE + 2 * head, __float_as_uint(span) >> 16);
-            }
-        }
-        __syncthreads();
+        sort_by_width(s.c);
+        if (warp == WARPS_HERE - 1) put_row(source, s, section, head, length);
 
         // Widths to the other heads, and theirs.
         for (int c = threadIdx.x; c < DIM; c += THREADS) widths[head * DIM + c] = s.c.width[c] - 1;
@@ -490,25 +566,16 @@ encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __
         else quantize<true>(source, s, cos, sin, row, lane, length, correction + head * DIM);
         __syncthreads();
         const int groups = (length + 7) / 8;
-        constexpr int SLICES = THREADS / DIM > 1 ? THREADS / DIM : 1;
-        for (int i = threadIdx.x; i < DIM * SLICES; i += THREADS) {
-            const int c = s.c.order[i % DIM], slice = i / DIM, width = s.c.width[c];
-            const u32 columns = s.c.all[width - 1];
-            u32 to = s.c.plane[width - 1] + s.c.place[c] + slice * width * columns;
-#pragma unroll 2
-            for (int group = slice; group < groups; group += SLICES) {
-                const u64 word = s.words(group)[c];
-                const u32 low = (u32)word, high = (u32)(word >> 32);
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    if (j < width) section[to + j * columns] = (u8)(low >> (8 * j));
-                if (width > 4)
-#pragma unroll
-                    for (int j = 4; j < MAX_WIDTH; ++j)
-                        if (j < width) section[to + j * columns] = (u8)(high >> (8 * (j - 4)));
-                to += SLICES * width * columns;
+        for_columns(s.c, [&](int c, int width, int j, u32 start, u32 step) {
+            const u8* from = reinterpret_cast<const u8*>(s.words(0, j / 4) + c) + j % 4;
+            u8* to = section + start;
+#pragma unroll 8
+            for (int group = 0; group < groups; ++group) {
+                *to = *from;
+                from += 8 * DIM * (STAGED ? ELEMENT_BYTES : 1);
+                to += step;
             }
-        }
+        });
         if (head == 0 && threadIdx.x == 0) {  // zeros to a multiple of 8
             const int end = plan.anchor_bytes(part, page);
             for (int at = at_planes(values, length) + groups * HEADS * plan.total(part); at < end; ++at) section[at] = 0;

@@ -18,7 +18,9 @@ struct Cache {
 
     DEVICE_MEMBER u8* unit(int number) const {
 #if BLOCK
-        return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(where)[number]);
+        u8* at = reinterpret_cast<u8*>(reinterpret_cast<const u64*>(where)[number]);
+        __builtin_assume(__isGlobal(at));
+        return at;
 #else
         i64 at = (number % kv) * a + (number / kv) * b;
         return reinterpret_cast<u8*>(where) + at * ELEMENT_BYTES;
@@ -27,13 +29,17 @@ struct Cache {
     // Elements from a unit's start to a token; negative when the token has no slot.
     DEVICE_MEMBER i64 token(i64 t) const {
 #if BLOCK
-        i64 slot = slots[t];
-        if ((u64)slot >= (u64)b) return -1;
-        return (u32)slot / BLOCK * a + (u32)slot % BLOCK * c;
+        return place(slots[t]);
 #else
         return t * c;
 #endif
     }
+#if BLOCK
+    DEVICE_MEMBER i64 place(u64 slot) const {
+        const i64 at = (u32)slot / BLOCK * a + (u32)slot % BLOCK * c;
+        return slot < (u64)b ? at : -1;
+    }
+#endif
     // Elements from a token's start to a channel.
     DEVICE_MEMBER i64 channel(int number) const { return number / DIM * d + number % DIM; }
 };

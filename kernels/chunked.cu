@@ -36,18 +36,44 @@ DEVICE int chunks_of(int length) { return (length + CHUNK - 1) / CHUNK; }
 DEVICE int rows_of(int length, int bits) { return (length * bits + 7) / 8; }
 DEVICE float clip(float x, float most) { return fminf(fmaxf(x, 0.0f), most); }
 
+// Where the 8 tokens of a page from `first` on lie, of those below `length`, in bytes from the unit's
+// start. All are asked for before one is used. False when one has no slot; its place is negative.
+DEVICE bool find_tokens(i64 (&at)[8], const Cache& cache, int page, int first, int length) {
+    bool all = true;
+#if BLOCK
+    u64 slot[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) slot[i] = first + i < length ? cache.slots[(i64)page * PAGE + first + i] : 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        at[i] = cache.place(slot[i]) * ELEMENT_BYTES;
+        all &= at[i] >= 0;
+    }
+#else
+    at[0] = ((i64)page * PAGE + first) * cache.c * ELEMENT_BYTES;
+#pragma unroll
+    for (int i = 1; i < 8; ++i) at[i] = at[i - 1] + cache.c * ELEMENT_BYTES;
+#endif
+    return all;
+}
+
 // Tokens of a page that a thread keeps: 8 from the row's first on, those below `length`.
 DEVICE void load_rows(Pack (&x)[8], const Cache& cache, int unit, int page, int length, int row,
                       int channel, bool active, u32* bad) {
     const u8* from = cache.unit(unit) + cache.channel(channel) * ELEMENT_BYTES;
+#if BLOCK
+    i64 at[8];
+    if (!find_tokens(at, cache, page, row * 8, active ? length : 0)) *bad = 1;
+#endif
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         x[i] = Pack{};
-        if (active && row * 8 + i < length) {
-            i64 at = cache.token((i64)page * PAGE + row * 8 + i);
-            if (at < 0) *bad = 1;
-            else x[i] = load_pack(from + at * ELEMENT_BYTES);
-        }
+#if BLOCK
+        if (active && row * 8 + i < length && at[i] >= 0) x[i] = load_pack(from + at[i]);
+#else
+        if (active && row * 8 + i < length)
+            x[i] = load_pack(from + cache.token((i64)page * PAGE + row * 8 + i) * ELEMENT_BYTES);
+#endif
     }
 }
 
@@ -511,6 +537,8 @@ template <bool BOTH> DEVICE void decode(
             i64 at = (i64)indices[e] - ((i64)page * PAGE + start);
             if (at >= 0 && at < 8) raw |= 1u << at;
         }
+        i64 places[8];
+        find_tokens(places, cache, page, start, length);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int t = start + i;
@@ -534,9 +562,7 @@ template <bool BOTH> DEVICE void decode(
 #endif
                 }
             }
-            if (t >= length) continue;
-            i64 at = cache.token((i64)page * PAGE + t);
-            if (at < 0) continue;
+            if (t >= length || places[i] < 0) continue;
             Pack out = to_pack(x);
             if (raw >> i & 1) {
                 int e = 0;
@@ -553,7 +579,7 @@ template <bool BOTH> DEVICE void decode(
                     reinterpret_cast<u16*>(&out)[v] = reinterpret_cast<const u16*>(from)[v];
 #endif
             }
-            store_pack(to + at * ELEMENT_BYTES, out);
+            store_pack(to + places[i], out);
         }
     }
 }

@@ -37,6 +37,30 @@ template <int BYTES, typename From> DEVICE void store_as(void* at, const From& v
     *reinterpret_cast<T*>(at) = *reinterpret_cast<const T*>(&value);
 }
 
+// The same where `really`; as a predicate, not a branch that what led to the value would move into.
+template <int BYTES, typename From> DEVICE void store_if(bool really, void* at, const From& value) {
+    typedef typename Bits<BYTES>::T T;
+    const T x = *reinterpret_cast<const T*>(&value);
+    const u32* w = reinterpret_cast<const u32*>(&x);
+    if constexpr (BYTES == 16)
+        asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"((int)really), "l"(at), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+    else if constexpr (BYTES == 8)
+        asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.b32 [%1], {%2, %3}; }" ::"r"((int)really), "l"(at), "r"(w[0]), "r"(w[1]) : "memory");
+    else if constexpr (BYTES == 4)
+        asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.b32 [%1], %2; }" ::"r"((int)really), "l"(at), "r"(x) : "memory");
+    else
+        asm volatile("{ .reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.b16 [%1], %2; }" ::"r"((int)really), "l"(at), "h"((u16)x) : "memory");
+}
+// Values that loops need: kept in registers, where the compiler would rather compute them again.
+DEVICE void keep(u32& x) { asm("" : "+r"(x)); }
+DEVICE void keep(float& x) { asm("" : "+f"(x)); }
+// (x & mask) | more, as one instruction.
+DEVICE u32 masked(u32 x, u32 mask, u32 more) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(x), "r"(mask), "r"(more));
+    return out;
+}
+
 DEVICE Pack load_pack(const u8* at) { return load_as<VEC * ELEMENT_BYTES, Pack>(at); }
 DEVICE void store_pack(u8* at, const Pack& x) { store_as<VEC * ELEMENT_BYTES>(at, x); }
 DEVICE Codes load_codes(const u8* at) { return load_as<VEC, Codes>(at); }
@@ -61,6 +85,17 @@ DEVICE u32 two_halves(float low, float high) {
 #endif
     return w;
 }
+#if DTYPE == 0
+#define INFINITY_WORD 0x7F807F80u
+#define SIGN_WORD 0x80008000u
+#elif DTYPE == 1
+#define INFINITY_WORD 0x7C007C00u
+#define SIGN_WORD 0x80008000u
+#else
+#define INFINITY_WORD 0x7F800000u
+#define SIGN_WORD 0x80000000u
+#endif
+
 // The smaller and the larger of two words' elements; NaN when one is NaN.
 DEVICE u32 smaller(u32 a, u32 b) {
     u32 w;
@@ -86,19 +121,25 @@ DEVICE u32 larger(u32 a, u32 b) {
 #endif
     return w;
 }
+// The larger of two words' elements in size, of either sign; NaN when one is NaN.
+DEVICE u32 larger_size(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 860
+    u32 w;
+#if DTYPE == 0
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(a), "r"(b));
+#elif DTYPE == 1
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(w) : "r"(a), "r"(b));
+#else
+    asm("{ .reg .f32 x, y; mov.b32 x, %1; mov.b32 y, %2; max.NaN.xorsign.abs.f32 x, x, y; mov.b32 %0, x; }"
+        : "=r"(w) : "r"(a), "r"(b));
+#endif
+    return w;
+#else
+    return larger(a & ~SIGN_WORD, b & ~SIGN_WORD);
+#endif
+}
 // x / y, correctly rounded.
 DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
-
-#if DTYPE == 0
-#define INFINITY_WORD 0x7F807F80u
-#define SIGN_WORD 0x80008000u
-#elif DTYPE == 1
-#define INFINITY_WORD 0x7C007C00u
-#define SIGN_WORD 0x80008000u
-#else
-#define INFINITY_WORD 0x7F800000u
-#define SIGN_WORD 0x80000000u
-#endif
 
 // One element, from its bits.
 DEVICE float element(u32 bits) {

@@ -50,7 +50,8 @@ def encode_defines(
     """What ``kernels/adaptive_encode.cu`` is compiled with; shared memory of a block."""
     defines, apart = _defines(spec, place, kv, pairs)
     dim, width = place["DIM"], 4 if place["DTYPE"] == 2 else 2
-    rest = dim * (4 * apart + 28) + 8 * spec.page_tokens + 512
+    slots = 8 if place["BLOCK"] else 0
+    rest = dim * (4 * apart + 29) + (8 + slots) * spec.page_tokens + 1024
     staged = spec.page_tokens * dim * width + rest <= most
     shared = rest + spec.page_tokens * dim * (width if staged else 1)
     blocks = max(1, min(3, most // shared))
@@ -64,8 +65,10 @@ def decode_defines(
 ) -> tuple[dict[str, object], int]:
     """What ``kernels/adaptive_decode.cu`` is compiled with; shared memory of a block."""
     defines, apart = _defines(spec, place, kv, pairs)
-    shared = place["DIM"] * (spec.page_tokens + 4 * apart + 16) + 4 * spec.page_tokens + 512
-    blocks = max(1, min(4, most // shared))
+    slots = 8 if place["BLOCK"] else 0
+    shared = place["DIM"] * (spec.page_tokens + 4 * apart + 17)
+    shared += (4 + slots) * spec.page_tokens + 1024
+    blocks = max(1, min(3, most // shared))
     return defines | {"BLOCKS": blocks, "SHARED_BYTES": shared}, shared
 
 
