@@ -126,17 +126,31 @@ DEVICE void store_token(bool really, u8* row, const float (&x)[MINE], int lane) 
     }
 }
 
-// Turns a token's pairs by the angles `cos`, `sin` [PAIRS] of its place, or back. Without PAIRED a
-// channel's partner is another thread's: it comes through `row` [DIM], which this row of threads has.
-template <bool BACK> DEVICE void rotate(float (&x)[MINE], const float* cos, const float* sin, int lane,
-                                        float* row) {
+// What a token's pairs are turned by, of a thread's pairs. PAIRED: loaded for several tokens at once,
+// so that a thread waits once.
+struct Angles {
 #if PAIRS && PAIRED
-    struct Angles { float of[BESIDE]; };
-    const Angles cosines = load_as<4 * BESIDE, Angles>(cos + lane * BESIDE);
-    const Angles sines = load_as<4 * BESIDE, Angles>(sin + lane * BESIDE);
+    struct Some { float of[BESIDE]; } cos, sin;
+#else
+    const float *cos, *sin;  // [PAIRS] of the token
+#endif
+};
+DEVICE Angles angles_of(const float* cos, const float* sin, int t, int lane) {
+#if PAIRS && PAIRED
+    return {load_as<4 * BESIDE, Angles::Some>(cos + t * PAIRS + lane * BESIDE),
+            load_as<4 * BESIDE, Angles::Some>(sin + t * PAIRS + lane * BESIDE)};
+#else
+    return {cos + t * PAIRS, sin + t * PAIRS};
+#endif
+}
+
+// Turns a token's pairs by the angles of its place, or back. Without PAIRED a channel's partner is
+// another thread's: it comes through `row` [DIM], which this row of threads has.
+template <bool BACK> DEVICE void rotate(float (&x)[MINE], const Angles& by, int lane, float* row) {
+#if PAIRS && PAIRED
 #pragma unroll
     for (int e = 0; e < BESIDE; ++e) {
-        const float c = cosines.of[e], s = BACK ? sines.of[e] : -sines.of[e];
+        const float c = by.cos.of[e], s = BACK ? by.sin.of[e] : -by.sin.of[e];
         const float a = x[e], b = x[e + BESIDE];
         x[e] = a * c + b * s;
         x[e + BESIDE] = b * c - a * s;
@@ -151,11 +165,11 @@ template <bool BACK> DEVICE void rotate(float (&x)[MINE], const float* cos, cons
     for (int e = 0; e < MINE; ++e) {
         const int c = channel_of(lane, e);
         if (c < PAIRS) {
-            const float turned = BACK ? row[c + PAIRS] * sin[c] : -(row[c + PAIRS] * sin[c]);
-            x[e] = x[e] * cos[c] + turned;
+            const float turned = BACK ? row[c + PAIRS] * by.sin[c] : -(row[c + PAIRS] * by.sin[c]);
+            x[e] = x[e] * by.cos[c] + turned;
         } else if (c < 2 * PAIRS) {
-            const float turned = row[c - PAIRS] * sin[c - PAIRS];
-            x[e] = x[e] * cos[c - PAIRS] - (BACK ? turned : -turned);
+            const float turned = row[c - PAIRS] * by.sin[c - PAIRS];
+            x[e] = x[e] * by.cos[c - PAIRS] - (BACK ? turned : -turned);
         }
     }
 #endif
@@ -170,8 +184,8 @@ struct Channels {
     u8 width[DIM];
 };
 
-// Where a head's channels lie in its part of the planes, from s.width.
-DEVICE void sort_by_width(Channels& s) {
+// Where a head's channels lie in its part of the planes, from s.width. Warp 0 also calls `also()`.
+template <typename Also> DEVICE void sort_by_width(Channels& s, Also also) {
     const int lane = threadIdx.x % 32;
     __syncthreads();
     for (int first = threadIdx.x - lane; first < DIM; first += THREADS) {
@@ -194,6 +208,7 @@ DEVICE void sort_by_width(Channels& s) {
         u32 from = sum;  // of this width and all larger ones
         for (int step = 1; step < MAX_WIDTH; step *= 2) from += __shfl_down_sync(FULL, from, step);
         if (lane < MAX_WIDTH) s.count[lane] = sum, s.wider[lane] = from - sum;
+        also();
     }
     __syncthreads();
     for (int c = threadIdx.x; c < DIM; c += THREADS) {
@@ -220,13 +235,12 @@ template <typename Move> DEVICE void for_columns(const Channels& s, Move move) {
     }
 }
 
-// From the counts of all heads: where each width's plane begins, and this head's columns in it.
+// From the counts of all heads: where each width's plane begins, and this head's columns in it; by
+// MAX_WIDTH threads.
 DEVICE void place_planes(Channels& s, bool values, int length) {
-    if (threadIdx.x < MAX_WIDTH) {
-        const int width = threadIdx.x + 1, groups = (length + 7) / 8;
-        u32 at = at_planes(values, length);
-        for (int w = MAX_WIDTH; w > width; --w) at += groups * w * s.all[w - 1];
-        s.plane[width - 1] = at + s.before[width - 1];
-    }
-    __syncthreads();
+    if (threadIdx.x >= MAX_WIDTH) return;
+    const int width = threadIdx.x + 1, groups = (length + 7) / 8;
+    u32 at = at_planes(values, length);
+    for (int w = MAX_WIDTH; w > width; --w) at += groups * w * s.all[w - 1];
+    s.plane[width - 1] = at + s.before[width - 1];
 }

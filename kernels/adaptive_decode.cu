@@ -19,26 +19,29 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES");
 
-// Bits of 8 tokens' residual codes of a thread's channels.
-template <int R> DEVICE void load_rest(u32 (&rest)[MINE][2], const u8* correction, int group, int rows, int lane) {
-    struct Row { u32 w[(BESIDE + 3) / 4]; };
-    Row found[8][APART];
+// Rows of the residual's plane with 8 tokens' codes of a thread's channels, and the codes of each.
+struct Rows { struct Row { u32 w[(BESIDE + 3) / 4]; } of[8][APART]; };
+template <int R> DEVICE Rows load_rest(const u8* correction, int group, int rows, int lane) {
+    Rows found;
 #pragma unroll
     for (int r = 0; r < 8; ++r)
 #pragma unroll
         for (int g = 0; g < APART; ++g) {
-            found[r][g] = Row{};
+            found.of[r][g] = {};
             if (r < R && group * R + r < rows && has(lane, g * BESIDE))
-                found[r][g] = load_as<BESIDE, Row>(correction + (i64)(group * R + r) * CHANNELS + channel_of(lane, g * BESIDE));
+                found.of[r][g] = load_as<BESIDE, Rows::Row>(correction + (i64)(group * R + r) * CHANNELS + channel_of(lane, g * BESIDE));
         }
+    return found;
+}
+template <int R> DEVICE void take_rest(u32 (&rest)[MINE][2], const Rows& found) {
 #pragma unroll
     for (int e = 0; e < MINE; ++e)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int g = e / BESIDE, w = e % BESIDE / 4, b = e % BESIDE % 4;
             const u32 pick = b | (4 + b) << 4;
-            const u32 one = __byte_perm(found[4 * h][g].w[w], found[4 * h + 1][g].w[w], pick);
-            const u32 two = __byte_perm(found[4 * h + 2][g].w[w], found[4 * h + 3][g].w[w], pick);
+            const u32 one = __byte_perm(found.of[4 * h][g].w[w], found.of[4 * h + 1][g].w[w], pick);
+            const u32 two = __byte_perm(found.of[4 * h + 2][g].w[w], found.of[4 * h + 3][g].w[w], pick);
             rest[e][h] = 4 * h < R ? __byte_perm(one, two, 0x5410) : 0;
         }
 }
@@ -79,7 +82,7 @@ template <bool FINE> DEVICE void rebuild_row(const Cache& cache, const Shared& s
     const float range = bf16_to_float(get_u16(section + AT_ROW_RANGE + 2 * head));
     const int group = star / 8, i = star % 8;
     u32 rest[MINE][2];
-    load_rest<R>(rest, correction, group, (length * R + 7) / 8, lane);
+    take_rest<R>(rest, load_rest<R>(correction, group, (length * R + 7) / 8, lane));
     float x[MINE];
 #pragma unroll
     for (int e = 0; e < MINE; ++e) {
@@ -115,12 +118,14 @@ template <bool FINE, bool KEYS, bool SCALED> DEVICE void rebuild(
         shift[e] = (R ? -8388608.0f * fine[e] : fine[e]) - 1.0f - 8388608.0f * step[e];
         keep(mask[e]), keep(step[e]), keep(fine[e]), keep(shift[e]);
     }
+    Rows next = load_rest<R>(correction, row, rows, lane);  // a group ahead
 #pragma unroll 1
     for (int group = row; group < (length + 7) / 8; group += ROWS) {
         u32 upper[MINE], codes[MINE], rest[MINE][2];
         load_words(codes, s.words[0][group], lane);
         load_words(upper, s.words[1][group], lane);
-        if (R) load_rest<R>(rest, correction, group, rows, lane);
+        take_rest<R>(rest, next);
+        next = load_rest<R>(correction, group + ROWS, rows, lane);
         const i64 step_to = BLOCK ? 0 : cache.c * ELEMENT_BYTES;
         u8* at = to + group * 8 * step_to;
 #pragma unroll 1
@@ -133,6 +138,9 @@ template <bool FINE, bool KEYS, bool SCALED> DEVICE void rebuild(
                 }
             }
             u32 left[MINE];
+            Angles angles[4];
+#pragma unroll
+            for (int i = 0; KEYS && i < 4; ++i) angles[i] = angles_of(cos, sin, group * 8 + half + i, lane);
             struct Four { float of[4]; };
             const Four by = SCALED && !KEYS ? load_as<16, Four>(s.by + group * 8 + half) : Four{};
 #pragma unroll
@@ -156,7 +164,7 @@ template <bool FINE, bool KEYS, bool SCALED> DEVICE void rebuild(
                     x[e] = low[e] + twice * half_range[e];
                     if (SCALED) x[e] *= KEYS ? s.by[0] : by.of[i];
                 }
-                if (KEYS) rotate<false>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+                if (KEYS) rotate<false>(x, angles[i], lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
                 put_token(s, at, t, length, x, lane);
                 at += step_to;
             }
@@ -183,6 +191,32 @@ template <bool FINE> DEVICE void ask_ahead(const Plan& plan, const u8* anchor, c
         asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
+// This head's widths, and how many channels of all heads and of those before it have each.
+DEVICE void count_widths(Channels& s, const u8* widths, int head) {
+    const int lane = threadIdx.x % 32;
+    u64 all = 0, before = 0;  // 8 counts each
+    for (int i = threadIdx.x; i < (CHANNELS + 1) / 2; i += THREADS) {
+        const u32 pair = widths[i];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int c = 2 * i + n - head * DIM;
+            const u32 width = pair >> (4 * n) & 7;
+            const u64 one = CHANNELS % 2 == 0 || 2 * i + n < CHANNELS ? 1ull << (8 * width) : 0;
+            all += one;
+            if (c < 0) before += one;
+            else if (c < DIM) s.width[c] = width + 1;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // sums of a warp need 16 bits each
+        const u64 mine = i ? before : all, even = mine & 0x00FF00FF00FF00FFull, odd = mine >> 8 & 0x00FF00FF00FF00FFull;
+        const u32 a = __reduce_add_sync(FULL, (u32)even), b = __reduce_add_sync(FULL, (u32)(even >> 32));
+        const u32 c = __reduce_add_sync(FULL, (u32)odd), d = __reduce_add_sync(FULL, (u32)(odd >> 32));
+        const u32 sums = lane & 4 ? (lane & 1 ? d : b) : (lane & 1 ? c : a);
+        if (lane < MAX_WIDTH) atomicAdd(&(i ? s.before : s.all)[lane], sums >> (lane & 2 ? 16 : 0) & 0xFFFF);
+    }
+}
+
 template <bool FINE> DEVICE void decode(
     const Cache& cache, const Plan& plan, const float* all_cos, const float* all_sin,
     const u8* __restrict__ table, const u8* __restrict__ anchor, const u8* __restrict__ residual,
@@ -201,20 +235,7 @@ template <bool FINE> DEVICE void decode(
     if (warp == WARPS_HERE - 1) ask_ahead<FINE>(plan, anchor, residual);
     if (threadIdx.x < MAX_WIDTH) s.c.all[threadIdx.x] = s.c.before[threadIdx.x] = 0;
     __syncthreads();
-    for (int i = warp * 32; i < CHANNELS; i += THREADS) {
-        const int c = i + threadIdx.x % 32;
-        int width = 0, of = 0;
-        if (c < CHANNELS) {
-            width = (section[AT_WIDTHS + c / 2] >> (4 * (c & 1)) & 7) + 1;
-            of = c / DIM;
-            if (of == head) s.c.width[c - head * DIM] = width;
-        }
-        const u32 same = __match_any_sync(FULL, width * 2 + (of < head));
-        if (width && (same & ((1u << (threadIdx.x % 32)) - 1)) == 0) {
-            atomicAdd(&s.c.all[width - 1], __popc(same));
-            if (of < head) atomicAdd(&s.c.before[width - 1], __popc(same));
-        }
-    }
+    count_widths(s.c, section + AT_WIDTHS, head);
     // A power of two far from the limits of float32 can go into the scales.
     const int exponent = (signed char)section[AT_EXPONENTS + head];
     const bool fold = !values && exponent >= -60 && exponent <= 60;
@@ -236,12 +257,11 @@ template <bool FINE> DEVICE void decode(
         s.low[c] = half_to_float(reinterpret_cast<const u16*>(section)[head * DIM + c]) * factor;
         s.half_range[c] = 0.5f * half_to_float(reinterpret_cast<const u16*>(section + AT_RANGES)[head * DIM + c]) * factor;
     }
-    sort_by_width(s.c);
-    place_planes(s.c, values, length);
+    sort_by_width(s.c, [&] { place_planes(s.c, values, length); });
     for_columns(s.c, [&](int c, int width, int j, u32 start, u32 step) {
         const u8* from = section + start;
         u8* word = reinterpret_cast<u8*>(&s.words[j / 4][0][c]) + j % 4;
-#pragma unroll 16
+#pragma unroll 32
         for (int group = 0; group < groups; ++group) {
             *word = __ldg(from);
             word += 4 * DIM;

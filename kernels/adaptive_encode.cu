@@ -221,7 +221,7 @@ static __device__ __noinline__ u32 exact_code(float u, float half) {
     return whole((u + u) * half, half);
 #endif
 }
-// `top` = 2^23 + half.
+// `top` = 2^23 + half. `doubt`: not zero when the code may be another one.
 DEVICE u32 quick_code(float u, float half, float top, u32& doubt) {
 #if CURVED
     const float z = __fmaf_rn(2.0f, u, -1.0f);
@@ -230,9 +230,10 @@ DEVICE u32 quick_code(float u, float half, float top, u32& doubt) {
     const float size = fminf(__fmaf_rn(root, INVERSE, -ONE_LESS * INVERSE), 1.0f - 2 * TOLERANCE);
     const float place = copysignf(size, z);
     const u32 code = __float_as_uint(__fmaf_rd(place - TOLERANCE, half, top));
-    doubt |= code ^ __float_as_uint(__fmaf_rd(place + TOLERANCE, half, top));
+    doubt = code ^ __float_as_uint(__fmaf_rd(place + TOLERANCE, half, top));
     return code;
 #else
+    doubt = 0;
     return whole((u + u) * half, half);
 #endif
 }
@@ -271,6 +272,9 @@ template <bool KEYS> DEVICE void quantize(const Source& source, Shared& s, const
         for (int first = 4; first >= 0; first -= 4) {
             struct Four { float of[4]; };
             const Four by = KEYS ? Four{} : load_as<16, Four>(s.by + group * 8 + first);
+            Angles angles[4];
+#pragma unroll
+            for (int i = 0; KEYS && i < 4; ++i) angles[i] = angles_of(cos, sin, group * 8 + first + i, lane);
 #pragma unroll
             for (int e = 0; e < MINE; ++e) word[1][e] = word[0][e], word[0][e] = 0;
 #pragma unroll
@@ -278,17 +282,19 @@ template <bool KEYS> DEVICE void quantize(const Source& source, Shared& s, const
                 const int t = group * 8 + first + i;
                 float x[MINE];
                 load_token(x, source.token(t, length), lane, nullptr);
-                if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
-                u32 q[MINE], doubt = 0;
+                if (KEYS) rotate<true>(x, angles[i], lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+                u32 q[MINE], doubt[MINE], any = 0;
 #pragma unroll
                 for (int e = 0; e < MINE; ++e) {
                     if (!KEYS) x[e] *= by.of[i];
                     x[e] = (x[e] - low[e]) * factor[e];
-                    q[e] = quick_code(x[e], half[e], half[e] + 8388608.0f, doubt);
+                    q[e] = quick_code(x[e], half[e], half[e] + 8388608.0f, doubt[e]);
+                    any |= doubt[e];
                 }
-                if (doubt)
+                if (any)
 #pragma unroll
-                    for (int e = 0; e < MINE; ++e) q[e] = exact_code(x[e], half[e]);
+                    for (int e = 0; e < MINE; ++e)
+                        if (doubt[e]) q[e] = exact_code(x[e], half[e]);
 #pragma unroll
                 for (int e = 0; e < MINE; ++e) {
                     word[0][e] = word[0][e] * levels[e] + (q[e] >> RESIDUAL_BITS);
@@ -363,12 +369,15 @@ template <bool KEYS> DEVICE void find_bounds(const Source& source, Shared& s, co
         for (int first = group * 8; first < group * 8 + 8; first += 4, skip >>= 4) {
             struct Four { float of[4]; };
             const Four by = KEYS ? Four{} : load_as<16, Four>(s.by + first);
+            Angles angles[4];
+#pragma unroll
+            for (int i = 0; KEYS && i < 4; ++i) angles[i] = angles_of(cos, sin, first + i, lane);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int t = first + i;
                 float x[MINE];
                 load_token(x, source.token(t, length), lane, &most);
-                if (KEYS) rotate<true>(x, cos + t * PAIRS, sin + t * PAIRS, lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
+                if (KEYS) rotate<true>(x, angles[i], lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
                 const bool skipped = skip >> i & 1;
 #pragma unroll
                 for (int e = 0; e < MINE; ++e) {
@@ -537,15 +546,20 @@ encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __
             set_widths(s, s.ranges, values ? nullptr : priority + ((i64)layer * HEADS + head) * DIM,
                        plan.total(part));
         }
-        sort_by_width(s.c);
+        sort_by_width(s.c, [] {});
         if (warp == WARPS_HERE - 1) put_row(source, s, section, head, length);
 
-        // Widths to the other heads, and theirs.
+        // Widths and steps to the other heads; what they have to say is needed after the codes.
         for (int c = threadIdx.x; c < DIM; c += THREADS) widths[head * DIM + c] = s.c.width[c] - 1;
-        __threadfence();
         __syncthreads();
         volatile u64* counts = exchange + 1 + 2 * HEADS * ((i64)place * KV + part);
-        if (threadIdx.x < 2) counts[2 * head + threadIdx.x] = counts_word(s.c.count + 4 * threadIdx.x);
+        if (threadIdx.x < 2) {
+            __threadfence();  // after the barrier: what the block has written is seen before the counts
+            counts[2 * head + threadIdx.x] = counts_word(s.c.count + 4 * threadIdx.x);
+        }
+        u8* correction = residual + plan.residual(layer, part, page);
+        if (values) quantize<false>(source, s, cos, sin, row, lane, length, correction + head * DIM);
+        else quantize<true>(source, s, cos, sin, row, lane, length, correction + head * DIM);
         for (int h = threadIdx.x; h < 2 * HEADS; h += THREADS) {
             u64 found;
             while (!(found = counts[h])) __nanosleep(20);
@@ -554,17 +568,13 @@ encode(CACHE_ARGS, PLAN_ARGS, const float* __restrict__ all_cos, const float* __
                 if (n) atomicAdd(&s.c.all[h % 2 * 4 + i], n);
                 if (n && h / 2 < head) atomicAdd(&s.c.before[h % 2 * 4 + i], n);
             }
+            __threadfence();
         }
-        __threadfence();
         __syncthreads();
         place_planes(s.c, values, length);
+        __syncthreads();
         put_nibbles(section + AT_WIDTHS, widths, CHANNELS, head);
         if (values) put_nibbles(section + AT_STEPS, steps, length * HEADS, head);
-
-        u8* correction = residual + plan.residual(layer, part, page);
-        if (values) quantize<false>(source, s, cos, sin, row, lane, length, correction + head * DIM);
-        else quantize<true>(source, s, cos, sin, row, lane, length, correction + head * DIM);
-        __syncthreads();
         const int groups = (length + 7) / 8;
         for_columns(s.c, [&](int c, int width, int j, u32 start, u32 step) {
             const u8* from = reinterpret_cast<const u8*>(s.words(0, j / 4) + c) + j % 4;
