@@ -15,6 +15,7 @@ struct Shared {
     i64 at[PAGE];  // where a token goes, bytes from the unit's start; negative: nowhere
 #endif
     float rows[PAIRED || !PAIRS ? 1 : ROWS][PAIRED || !PAIRS ? 1 : DIM];
+    u32 counts[WARPS_HERE][2][MAX_WIDTH];
     Channels c;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES");
@@ -119,6 +120,13 @@ template <bool FINE, bool KEYS, bool SCALED> DEVICE void rebuild(
         keep(mask[e]), keep(step[e]), keep(fine[e]), keep(shift[e]);
     }
     Rows next = load_rest<R>(correction, row, rows, lane);  // a group ahead
+    // Angles of two tokens ahead; FINE has no registers left for them.
+    Angles early[2];
+    const auto ask_early = [&](int t) {
+        early[0] = angles_of(cos, sin, t < PAGE ? t : 0, lane);
+        early[1] = angles_of(cos, sin, t < PAGE ? t + 1 : 0, lane);
+    };
+    if (KEYS && !FINE) ask_early(row * 8);
 #pragma unroll 1
     for (int group = row; group < (length + 7) / 8; group += ROWS) {
         u32 upper[MINE], codes[MINE], rest[MINE][2];
@@ -140,7 +148,8 @@ template <bool FINE, bool KEYS, bool SCALED> DEVICE void rebuild(
             u32 left[MINE];
             Angles angles[4];
 #pragma unroll
-            for (int i = 0; KEYS && i < 4; ++i) angles[i] = angles_of(cos, sin, group * 8 + half + i, lane);
+            for (int i = 0; KEYS && i < 4; ++i)
+                angles[i] = !FINE && i < 2 ? early[i] : angles_of(cos, sin, group * 8 + half + i, lane);
             struct Four { float of[4]; };
             const Four by = SCALED && !KEYS ? load_as<16, Four>(s.by + group * 8 + half) : Four{};
 #pragma unroll
@@ -164,6 +173,7 @@ template <bool FINE, bool KEYS, bool SCALED> DEVICE void rebuild(
                     x[e] = low[e] + twice * half_range[e];
                     if (SCALED) x[e] *= KEYS ? s.by[0] : by.of[i];
                 }
+                if (KEYS && !FINE && i == 2) ask_early(half ? (group + ROWS) * 8 : group * 8 + 4);
                 if (KEYS) rotate<false>(x, angles[i], lane, s.rows[PAIRED || !PAIRS ? 0 : row]);
                 put_token(s, at, t, length, x, lane);
                 at += step_to;
@@ -191,8 +201,9 @@ template <bool FINE> DEVICE void ask_ahead(const Plan& plan, const u8* anchor, c
         asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
-// This head's widths, and how many channels of all heads and of those before it have each.
-DEVICE void count_widths(Channels& s, const u8* widths, int head) {
+// This head's widths; a warp's share of how many channels of all heads, and of those before it, have
+// each.
+DEVICE void count_widths(Channels& s, u32 (&counts)[WARPS_HERE][2][MAX_WIDTH], const u8* widths, int head) {
     const int lane = threadIdx.x % 32;
     u64 all = 0, before = 0;  // 8 counts each
     for (int i = threadIdx.x; i < (CHANNELS + 1) / 2; i += THREADS) {
@@ -213,7 +224,7 @@ DEVICE void count_widths(Channels& s, const u8* widths, int head) {
         const u32 a = __reduce_add_sync(FULL, (u32)even), b = __reduce_add_sync(FULL, (u32)(even >> 32));
         const u32 c = __reduce_add_sync(FULL, (u32)odd), d = __reduce_add_sync(FULL, (u32)(odd >> 32));
         const u32 sums = lane & 4 ? (lane & 1 ? d : b) : (lane & 1 ? c : a);
-        if (lane < MAX_WIDTH) atomicAdd(&(i ? s.before : s.all)[lane], sums >> (lane & 2 ? 16 : 0) & 0xFFFF);
+        if (lane < MAX_WIDTH) counts[threadIdx.x / 32][i][lane] = sums >> (lane & 2 ? 16 : 0) & 0xFFFF;
     }
 }
 
@@ -232,10 +243,7 @@ template <bool FINE> DEVICE void decode(
     const int length = plan.length(page), groups = (length + 7) / 8;
     const u8* section = anchor + plan.anchor(layer, part, page);
 
-    if (warp == WARPS_HERE - 1) ask_ahead<FINE>(plan, anchor, residual);
-    if (threadIdx.x < MAX_WIDTH) s.c.all[threadIdx.x] = s.c.before[threadIdx.x] = 0;
-    __syncthreads();
-    count_widths(s.c, section + AT_WIDTHS, head);
+    count_widths(s.c, s.counts, section + AT_WIDTHS, head);
     // A power of two far from the limits of float32 can go into the scales.
     const int exponent = (signed char)section[AT_EXPONENTS + head];
     const bool fold = !values && exponent >= -60 && exponent <= 60;
@@ -257,7 +265,15 @@ template <bool FINE> DEVICE void decode(
         s.low[c] = half_to_float(reinterpret_cast<const u16*>(section)[head * DIM + c]) * factor;
         s.half_range[c] = 0.5f * half_to_float(reinterpret_cast<const u16*>(section + AT_RANGES)[head * DIM + c]) * factor;
     }
-    sort_by_width(s.c, [&] { place_planes(s.c, values, length); });
+    sort_by_width(s.c, [&] {
+        const int of = threadIdx.x % 32;
+        if (of >= 2 * MAX_WIDTH) return;
+        u32 sum = 0;
+        for (int w = 0; w < WARPS_HERE; ++w) sum += s.counts[w][of / MAX_WIDTH][of % MAX_WIDTH];
+        (of < MAX_WIDTH ? s.c.all : s.c.before)[of % MAX_WIDTH] = sum;
+        __syncwarp((1u << 2 * MAX_WIDTH) - 1);
+        place_planes(s.c, values, length);
+    });
     for_columns(s.c, [&](int c, int width, int j, u32 start, u32 step) {
         const u8* from = section + start;
         u8* word = reinterpret_cast<u8*>(&s.words[j / 4][0][c]) + j % 4;
@@ -276,6 +292,7 @@ template <bool FINE> DEVICE void decode(
 #if !BLOCK
     to += (i64)page * PAGE * cache.c * ELEMENT_BYTES;
 #endif
+    if (warp == WARPS_HERE - 1) ask_ahead<FINE>(plan, anchor, residual);
     if (values) rebuild<FINE, false, true>(cache, s, section, correction, to, cos, sin, head, length);
     else if (fold) rebuild<FINE, true, false>(cache, s, section, correction, to, cos, sin, head, length);
     else rebuild<FINE, true, true>(cache, s, section, correction, to, cos, sin, head, length);

@@ -36,17 +36,18 @@ class CudaAdaptive(CudaScheme):
         self._device = device
         self._most_heads = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_shared = shared_memory(device)
+        self._known: dict[tuple[Any, ...], tuple[Kernels, int]] = {}
         self._tables: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
 
     def sizes(self, layout: KVLayout, exact: int) -> tuple[int, int]:
-        plan = AdaptivePlan.of(self.spec, layout)
+        plan = _plan(self.spec, layout)
         return plan.anchor_bytes, plan.residual_bytes
 
     def encode(
         self, place: Place, anchor: torch.Tensor, residual: torch.Tensor, record: torch.Tensor
     ) -> None:
         spec, layout = self.spec, place.layout
-        plan = AdaptivePlan.of(spec, layout)
+        plan = _plan(spec, layout)
         tables = self._tables_of(layout)
         kernels, shared = self._kernels(place, ENCODE_FILES)
         scratch = self.scratch()
@@ -73,7 +74,7 @@ class CudaAdaptive(CudaScheme):
     ) -> torch.Tensor:  # fmt: skip
         layout = place.layout
         kernels, _ = self._kernels(place, DECODE_FILES)
-        plan = AdaptivePlan.of(self.spec, layout)
+        plan = _plan(self.spec, layout)
         before = _plan_args(self.spec, layout)
         return self.launch_verify(
             kernels, before, plan.units * plan.pages, anchor, residual, digests, record
@@ -84,7 +85,7 @@ class CudaAdaptive(CudaScheme):
         gate: torch.Tensor | None,
     ) -> None:  # fmt: skip
         layout = place.layout
-        plan = AdaptivePlan.of(self.spec, layout)
+        plan = _plan(self.spec, layout)
         cos, sin, table, _ = self._tables_of(layout)
         kernels, shared = self._kernels(place, DECODE_FILES)
         kernels.launch(
@@ -98,6 +99,9 @@ class CudaAdaptive(CudaScheme):
     def _kernels(self, place: Place, files: tuple[str, ...]) -> tuple[Kernels, int]:
         """Kernels and the shared memory of a block."""
         layout = place.layout
+        known = self._known.get((files, place.kind, layout.kv))
+        if known is not None:
+            return known
         pairs = 0 if self._calibration is None else self._calibration.cos.shape[2]
         find = encode_defines if files == ENCODE_FILES else decode_defines
         defines, shared = find(self.spec, place.defines, layout.kv, pairs, self._most_shared)
@@ -107,7 +111,9 @@ class CudaAdaptive(CudaScheme):
                 f"head of up to {self._most_shared} bytes of shared memory; {layout.heads} heads "
                 f"of {layout.head_dim} need {shared}: use device='cpu' or profile linear"
             )
-        return Kernels.of(files, defines), shared
+        found = Kernels.of(files, defines), shared
+        self._known[files, place.kind, layout.kv] = found
+        return found
 
     def _tables_of(self, layout: KVLayout) -> tuple[torch.Tensor, ...]:
         """cos, sin, table and priority on the GPU."""
@@ -122,10 +128,13 @@ class CudaAdaptive(CudaScheme):
         return self._tables[key]
 
 
+_plan = lru_cache(maxsize=256)(AdaptivePlan.of)
+
+
 @lru_cache(maxsize=256)
 def _plan_args(spec: CodecSpec, layout: KVLayout) -> tuple[Any, ...]:
     """For ``PLAN_ARGS``."""
-    plan = AdaptivePlan.of(spec, layout)
+    plan = _plan(spec, layout)
     second = layout.kv - 1
     units = [plan.anchor_start(k + 1, 0) - plan.anchor_start(k, 0) for k in (0, second)]
     totals = [total_bits(spec, layout, k) for k in (0, second)]

@@ -26,6 +26,7 @@ class CudaChunked(CudaScheme):
 
     def __init__(self, spec: CodecSpec, device: torch.device) -> None:
         super().__init__(spec)
+        self._known: dict[tuple[int, ...], tuple[Kernels, int]] = {}
         grid = grid_of(spec)
         thresholds = np.full(256, np.inf, np.float32)
         thresholds[: len(grid.thresholds)] = grid.thresholds
@@ -36,17 +37,16 @@ class CudaChunked(CudaScheme):
         )
 
     def sizes(self, layout: KVLayout, exact: int) -> tuple[int, int]:
-        plan = PayloadPlan.of(self.spec, layout)
+        plan = _plan(self.spec, layout)
         return plan.anchor_bytes(exact), plan.residual_bytes
 
     def encode(
         self, place: Place, anchor: torch.Tensor, residual: torch.Tensor, record: torch.Tensor
     ) -> None:
         spec, layout = self.spec, place.layout
-        plan = PayloadPlan.of(spec, layout)
-        defines = chunked_defines(spec, place.defines)
-        kernels = Kernels.of(CHUNKED_FILES, defines)
-        vec, width = int(str(defines["VEC"])), DTYPE_BYTES[layout.dtype]
+        plan = _plan(spec, layout)
+        kernels, vec = self._kernels(place)
+        width = DTYPE_BYTES[layout.dtype]
         tiles = -(-layout.channels // (vec * _LANES))
         scratch = self.scratch(plan.pages * spec.page_tokens)
         common = (*place.args, *_plan_args(plan))
@@ -72,10 +72,10 @@ class CudaChunked(CudaScheme):
         self, place: Place, anchor: torch.Tensor, residual: torch.Tensor | None,
         digests: tuple[bytes, bytes], record: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        plan = PayloadPlan.of(self.spec, place.layout)
+        plan = _plan(self.spec, place.layout)
         exact = plan.exact_count(len(anchor), self.spec.exact_tokens)
         before = (*_plan_args(plan), np.int64(place.layout.tokens), np.int32(exact))
-        kernels = Kernels.of(CHUNKED_FILES, chunked_defines(self.spec, place.defines))
+        kernels, _ = self._kernels(place)
         pages = plan.units * plan.pages
         return self.launch_verify(kernels, before, pages, anchor, residual, digests, record)
 
@@ -84,20 +84,30 @@ class CudaChunked(CudaScheme):
         gate: torch.Tensor | None,
     ) -> None:  # fmt: skip
         spec = self.spec
-        plan = PayloadPlan.of(spec, place.layout)
-        defines = chunked_defines(spec, place.defines)
+        plan = _plan(spec, place.layout)
+        kernels, vec = self._kernels(place)
         exact = plan.exact_count(len(anchor), spec.exact_tokens)
         span = next(n for n in (32, 16, 8) if spec.chunk % n == 0 or n == 8)
         spans = -(-spec.page_tokens // span)
-        threads = (
-            plan.units * plan.pages * spans * (place.layout.channels // int(str(defines["VEC"])))
-        )
-        Kernels.of(CHUNKED_FILES, defines).launch(
+        threads = plan.units * plan.pages * spans * (place.layout.channels // vec)
+        kernels.launch(
             "decode_anchor" if residual is None else "decode_both",
             -(-threads // _DECODE_THREADS), _DECODE_THREADS,
             (*place.args, *_plan_args(plan), address(anchor), address(residual), np.int32(exact),
              address(self._values), address(gate)),
         )  # fmt: skip
+
+    def _kernels(self, place: Place) -> tuple[Kernels, int]:
+        """Kernels and how many channels a thread has."""
+        found = self._known.get(place.kind)
+        if found is None:
+            defines = chunked_defines(self.spec, place.defines)
+            found = Kernels.of(CHUNKED_FILES, defines), int(str(defines["VEC"]))
+            self._known[place.kind] = found
+        return found
+
+
+_plan = lru_cache(maxsize=256)(PayloadPlan.of)
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ class Encoding(Pending):
             )
         sizes = self._codec.scheme.sizes(self._layout, exact)
         parts = [(n, (d % 2**64).to_bytes(8, "big")) for n, d in zip(sizes, digests, strict=True)]
-        headers = wire.headers(self._codec.spec.pack(), self._layout, self._key, parts)
+        headers = wire.headers(self._codec._wire_spec, self._layout, self._key, parts)
         objects = []
         with torch.cuda.stream(self._stream):
             for buffer, size, header in zip(self._buffers, sizes, headers, strict=True):
@@ -191,7 +192,7 @@ class CudaCodec(Codec):
             raise InvalidInputError(
                 f"a chunk key is {wire.KEY_BYTES} bytes (ChunkKey.digest), got {len(key)}"
             )
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+        with self._on(stream):
             ours = torch.cuda.current_stream()
             if isinstance(kv, torch.Tensor):
                 kv = _dense(kv)
@@ -244,7 +245,7 @@ class CudaCodec(Codec):
         Raises:
             as :meth:`Codec.decode`, for what headers say. Damage is found by :meth:`Decoding.wait`.
         """
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+        with self._on(stream):
             ours = torch.cuda.current_stream()
             one = self._loaded(anchor, Part.ANCHOR, key)
             two = None if residual is None else self._loaded(residual, Part.RESIDUAL, key)
@@ -289,24 +290,32 @@ class CudaCodec(Codec):
 
     def _check(self, raw: bytes, data: torch.Tensor, part: Part, key: bytes | None) -> Loaded:
         header = wire.parse_header(raw, len(data))
-        wire.expect(header, part, self.spec.pack(), key)
+        wire.expect(header, part, self._wire_spec, key)
         self._scheme.check_size(header.layout, part, header.payload_bytes)
         payload = data[wire.HEADER_BYTES :]
         if data.is_cuda:
             if data.device != self.device or payload.data_ptr() % _PAYLOAD_ALIGN:
                 payload = _room(len(payload), self.device)[wire.HEADER_BYTES :].copy_(payload)
             return Loaded(header, payload, None)
-        with torch.cuda.device(self.device), torch.cuda.stream(self.copies):
+        with torch.cuda.stream(self.copies):
             there = _room(len(payload), self.device)[wire.HEADER_BYTES :]
             there.copy_(payload, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record(self.copies)
         return Loaded(header, there, ready)
 
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        """This device and that stream as the current ones."""
+        if stream is not None:
+            return torch.cuda.stream(stream)
+        if torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
+
     def _loaded(self, data: Object | Loaded, part: Part, key: bytes | None) -> Loaded:
         if not isinstance(data, Loaded):
             return self.load(data, part, key)
-        wire.expect(data.header, part, self.spec.pack(), key)
+        wire.expect(data.header, part, self._wire_spec, key)
         return data
 
     def validate(self, data: Object, part: Part, key: bytes | None = None) -> wire.Header:

@@ -67,7 +67,7 @@ def decode_defines(
     defines, apart = _defines(spec, place, kv, pairs)
     slots = 8 if place["BLOCK"] else 0
     shared = place["DIM"] * (spec.page_tokens + 4 * apart + 17)
-    shared += (4 + slots) * spec.page_tokens + 1024
+    shared += (4 + slots) * spec.page_tokens + 1536
     blocks = max(1, min(3, most // shared))
     return defines | {"BLOCKS": blocks, "SHARED_BYTES": shared}, shared
 

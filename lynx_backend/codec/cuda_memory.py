@@ -30,6 +30,11 @@ class Place:
     defines: dict[str, int]
     args: tuple[Any, ...]
 
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """The same for places that take the same kernels."""
+        return tuple(self.defines.values())
+
     @classmethod
     def of(cls, kv: torch.Tensor | Slots, layout: KVLayout) -> Place:
         """Of a tensor [kv, layers, tokens, heads, dim] whose last axis is dense, or of slots."""
