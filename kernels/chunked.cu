@@ -71,8 +71,11 @@ DEVICE void load_rows(Pack (&x)[8], const Cache& cache, int unit, int page, int 
 #if BLOCK
         if (active && row * 8 + i < length && at[i] >= 0) x[i] = load_pack(from + at[i]);
 #else
-        if (active && row * 8 + i < length)
-            x[i] = load_pack(from + cache.token((i64)page * PAGE + row * 8 + i) * ELEMENT_BYTES);
+        if (active && row * 8 + i < length) {  // of a branch for each, ptxas makes the faster code
+            const i64 at = cache.token((i64)page * PAGE + row * 8 + i);
+            if (at < 0) *bad = 1;
+            else x[i] = load_pack(from + at * ELEMENT_BYTES);
+        }
 #endif
     }
 }
