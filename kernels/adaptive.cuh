@@ -192,6 +192,7 @@ template <typename Also> DEVICE void sort_by_width(Channels& s, Also also) {
         const int c = first + lane, width = c < DIM ? s.width[c] : 0;
         u32* count = s.earlier[first / 32];
         if (lane < MAX_WIDTH) count[lane] = 0;
+        __syncwarp();
         const u32 same = __match_any_sync(FULL, width);
         const u32 ahead = __popc(same & ((1u << lane) - 1));
         if (width) s.place[c] = ahead;

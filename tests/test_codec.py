@@ -398,6 +398,12 @@ def test_devices_and_threads_are_checked():
         Codec(threads=0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_error_says_what_to_do():
+    with pytest.raises(UnsupportedError, match=r"use device='cpu'"):
+        Codec(device="cuda")
+
+
 def test_encoding_after_a_fork():
     """Threads do not survive a fork; a pool made before must not be waited for after."""
     script = """
