@@ -201,6 +201,7 @@ class RedisConfig(_Section):
     Attributes:
         url: where it is; without one there is no such tier. Forms are listed in
             ``redis_client``.
+        tier: whether objects are kept there; without, it serves the directory only.
         username, password: of the ACL user, or the password alone; the password comes from
             ``LYNX_REDIS_PASSWORD``, a file, or the URL, and is never shown.
         password_file: a file that holds the password, its last newline not being part of it.
@@ -219,6 +220,7 @@ class RedisConfig(_Section):
     """
 
     url: str | None = field(default=None, repr=False, metadata={"url": True})
+    tier: bool = True
     username: str | None = None
     password: str | None = _secret()
     password_file: str | None = None
@@ -278,11 +280,26 @@ class PeersConfig(_Section):
 
 
 @dataclass(frozen=True)
+class DirectoryConfig(_Section):
+    """How nodes find each other in the Redis or Valkey of the section ``redis``.
+
+    Attributes:
+        enabled: whether ``lynx serve`` registers there, and stores read from who is registered
+            instead of from ``peers.nodes``.
+        lease_seconds: a node that died is gone from there after at most this.
+    """
+
+    enabled: bool = False
+    lease_seconds: float = _number(10.0, above=0)
+
+
+@dataclass(frozen=True)
 class ServeConfig(_Section):
     """What ``lynx serve`` offers, and where.
 
     Attributes:
         host, port: where it listens; 0 is any free port.
+        advertise: ``host:port`` where others reach it, for the directory; by default host, port.
         accept_puts: whether peers may put objects.
         metrics_port: where Prometheus metrics are shown, on the loopback only; none by default.
         drain_seconds: how long unfinished requests may take after SIGTERM.
@@ -290,6 +307,7 @@ class ServeConfig(_Section):
 
     host: str = "127.0.0.1"
     port: int = _number(7430, above=-1)
+    advertise: str | None = None
     accept_puts: bool = False
     metrics_port: int | None = _number(None, above=0)
     drain_seconds: float = _number(10.0, above=0)
@@ -300,7 +318,7 @@ class LynxConfig:
     """All settings.
 
     Attributes:
-        codec, memory, nvme, redis, tiering, peers, serve: the sections.
+        codec, memory, nvme, redis, tiering, peers, directory, serve: the sections.
         origins: by key (``"nvme.path"``), where a value was found; filled in by :meth:`load`.
     """
 
@@ -310,6 +328,7 @@ class LynxConfig:
     redis: RedisConfig = field(default_factory=RedisConfig)
     tiering: TieringConfig = field(default_factory=TieringConfig)
     peers: PeersConfig = field(default_factory=PeersConfig)
+    directory: DirectoryConfig = field(default_factory=DirectoryConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -370,6 +389,7 @@ _SECTIONS: dict[str, Any] = {
     "redis": RedisConfig,
     "tiering": TieringConfig,
     "peers": PeersConfig,
+    "directory": DirectoryConfig,
     "serve": ServeConfig,
 }
 _KNOWN: dict[str, Field[Any]] = {

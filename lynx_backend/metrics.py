@@ -101,6 +101,18 @@ PEER_CONNECTIONS = _register(
     "Peers connected to this node's server",
     multiprocess_mode="liveall",
 )
+PEERS_CONNECTED = _register(
+    Gauge,
+    "lynx_peers_connected",
+    "Peers that this process was connected to when it last asked them",
+    multiprocess_mode="liveall",
+)
+DIRECTORY_NODES = _register(
+    Gauge,
+    "lynx_directory_nodes",
+    "Nodes with a lease when the directory was last read",
+    multiprocess_mode="liveall",
+)
 PARKED_WORKERS = _register(
     Counter,
     "lynx_ucx_parked_workers_total",

@@ -5,55 +5,79 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from .config import PeersConfig
-from .errors import ConfigError, InvalidInputError, TierError, TransportError
+from . import metrics
+from .config import LynxConfig, PeersConfig
+from .errors import ConfigError, TierError, TransportError
 from .keys import ObjectName
 from .logs import warn_limited
 from .tiers.base import Buffer, Tier, TierStats
 from .transport.client import UcxTransport
 from .transport.connection import LinkOptions
+from .transport.member import Member
 from .transport.protocol import Terms
+
+if TYPE_CHECKING:
+    from .directory import Directory, Watch
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 #: Names whose holder is remembered between a lookup and the fetch that follows it.
 _REMEMBERED = 65536
+#: The peer, its identity when it was asked, and the object's size in bytes.
+_Holder = tuple[UcxTransport, bytes | None, int]
 
 
 class PeerTier(Tier):
     """Looks objects up at all peers at once and fetches each from one that has it.
 
-    A peer that is lost is a miss at once; a thread connects again, first soon, then every half
-    minute. What a peer said it has and then has not, is a miss.
+    Who the peers are is told by :meth:`update`. A peer that is lost is a miss at once; a thread
+    connects again, first soon, then every half minute. What a peer said it has and then has not,
+    is a miss.
 
     Args:
-        peers: not connected yet; closed with this.
+        options: how to treat the peers.
         timeout_seconds: most time one :meth:`get_many` may take.
     """
 
     name = "peers"
     keeps_capacity = False
 
-    def __init__(self, peers: Sequence[UcxTransport], timeout_seconds: float) -> None:
-        if not peers:
-            raise InvalidInputError("a tier of peers needs at least one peer")
-        self._peers = tuple(peers)
-        self._timeout = timeout_seconds
+    def __init__(self, options: LinkOptions, timeout_seconds: float) -> None:
+        self._options, self._timeout = options, timeout_seconds
         self._lock = threading.Lock()
-        self._holders: OrderedDict[ObjectName, tuple[UcxTransport, bytes | None, int]] = (
-            OrderedDict()
-        )
+        self._peers: dict[Member, _Peer] = {}
+        self._holders: OrderedDict[ObjectName, _Holder] = OrderedDict()
         self._requests = itertools.count()
-        self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(len(self._peers), "lynx-peers")
-        for peer in self._peers:
-            threading.Thread(target=self._keep_connected, args=(peer,), daemon=True).start()
+        self._closed = False
+        self._watch: Watch | None = None
+
+    def follow(self, directory: Directory, lease_seconds: float) -> None:
+        """From now on, peers are the nodes in a directory; closed with this."""
+        from .directory import Watch
+
+        self._watch = Watch(directory, lease_seconds, self.update)
+
+    def update(self, members: Iterable[Member]) -> None:
+        """Read from these nodes and no others. One that stays is not disturbed."""
+        with self._lock:
+            if self._closed:
+                return
+            before = self._peers
+            self._peers = {
+                member: before.get(member) or _Peer(member, self._options) for member in members
+            }
+            gone = [peer for member, peer in before.items() if member not in self._peers]
+        for peer in gone:
+            peer.close()
 
     def put(self, name: ObjectName, data: Buffer) -> None:
         raise TierError("peers are read from only; put into a tier of this node")
@@ -62,20 +86,15 @@ class PeerTier(Tier):
         return self.get_many([name])[0]
 
     def get_many(self, names: Sequence[ObjectName]) -> list[memoryview | None]:
-        self._check_open()
         holders = self._locate(names)
         request = f"get-{next(self._requests)}"
-        started: list[tuple[memoryview, UcxTransport, Future[bool]] | None] = []
-        for name, holder in zip(names, holders, strict=True):
-            if holder is None:
-                started.append(None)
-            else:
-                data = memoryview(bytearray(holder[2]))
-                started.append((data, holder[0], holder[0].fetch(request, name, data)))
+        started = [
+            None if holder is None else self._start(request, name, holder)
+            for name, holder in zip(names, holders, strict=True)
+        ]
         return [None if each is None else self._finish(request, *each) for each in started]
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
-        self._check_open()
         with self._lock:
             for name in names:
                 self._holders.pop(name, None)
@@ -94,38 +113,40 @@ class PeerTier(Tier):
         return TierStats(0, 0, 0, 0)
 
     def close(self) -> None:
-        self._closing.set()
-        for peer in self._peers:
+        with self._lock:
+            self._closed = True
+            peers, self._peers = self._peers, {}
+        if self._watch is not None:
+            self._watch.close()
+        for peer in peers.values():
             peer.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
-    def connected(self) -> int:
-        """How many peers there are at the moment."""
-        return sum(peer.connected for peer in self._peers)
+    def connected(self) -> list[Member]:
+        """The peers that there are at the moment."""
+        with self._lock:
+            return [member for member, peer in self._peers.items() if peer.transport.connected]
 
     # -- details -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closing.is_set():
+        if self._closed:
             raise TierError("the tier of peers is closed")
 
-    def _locate(
-        self, names: Sequence[ObjectName]
-    ) -> list[tuple[UcxTransport, bytes | None, int] | None]:
+    def _locate(self, names: Sequence[ObjectName]) -> list[_Holder | None]:
         """Who holds each object, as known from a moment ago or asked of all peers now."""
+        self._check_open()
         with self._lock:
             found = {name: self._holders.pop(name, None) for name in names}
+            peers = [peer.transport for peer in self._peers.values() if peer.transport.connected]
+        metrics.PEERS_CONNECTED.set(len(peers))
         for name, holder in found.items():
             # A peer that came back as another process is another peer.
             if holder is not None and holder[0].node != holder[1]:
                 found[name] = None
         missing = [name for name, holder in found.items() if holder is None]
-        there = [peer for peer in self._peers if peer.connected]
-        if missing and there:
-            answers = self._pool.map(self._ask, there, [missing] * len(there))
-            for peer, sizes in zip(there, answers, strict=True):
-                node = peer.node
+        if missing:
+            for peer, node, sizes in self._ask(peers, missing):
                 for name, size in zip(missing, sizes, strict=True):
                     if size is not None and found[name] is None:
                         found[name] = (peer, node, size)
@@ -135,13 +156,43 @@ class PeerTier(Tier):
                 self._holders.popitem(last=False)
         return [found[name] for name in names]
 
+    def _ask(
+        self, peers: Sequence[UcxTransport], names: Sequence[ObjectName]
+    ) -> Iterator[tuple[UcxTransport, bytes | None, list[int | None]]]:
+        """The answers of those peers that give one in time, all asked at once."""
+        asked = []
+        for peer in peers:
+            with suppress(TransportError):  # closed a moment ago
+                asked.append((peer, peer.node, peer.look_up(names)))
+        until = time.monotonic() + self._options.timeout_seconds
+        for peer, node, answer in asked:
+            sizes = self._answer(peer, answer, until - time.monotonic())
+            if sizes is not None:
+                yield peer, node, sizes
+
     @staticmethod
-    def _ask(peer: UcxTransport, names: Sequence[ObjectName]) -> list[int | None]:
+    def _answer(
+        peer: UcxTransport, answer: Future[list[int | None]], seconds: float
+    ) -> list[int | None] | None:
         try:
-            return peer.sizes(names)
-        except TransportError as e:
-            warn_limited(logger, "peers-lookup", "no answer from a peer: %s", e)
-            return [None] * len(names)
+            return answer.result(max(0.0, seconds))
+        except (TransportError, CancelledError) as e:
+            warn_limited(logger, "peers-lookup", "no answer from %s: %s", peer, e)
+        except FutureTimeout:
+            answer.cancel()
+            warn_limited(logger, "peers-lookup", "no answer from %s in time", peer)
+        return None
+
+    def _start(
+        self, request: str, name: ObjectName, holder: _Holder
+    ) -> tuple[memoryview, UcxTransport, Future[bool]] | None:
+        peer, _, size = holder
+        data = memoryview(bytearray(size))
+        try:
+            return data, peer, peer.fetch(request, name, data)
+        except TransportError as e:  # closed since it was asked
+            warn_limited(logger, "peers-fetch", "a peer did not give an object: %s", e)
+            return None
 
     def _finish(
         self, request: str, data: memoryview, peer: UcxTransport, future: Future[bool]
@@ -155,32 +206,66 @@ class PeerTier(Tier):
             warn_limited(logger, "peers-fetch", "%s gave no object in %g s", peer, self._timeout)
         return None
 
-    def _keep_connected(self, peer: UcxTransport) -> None:
+
+class _Peer:
+    """A node that is kept connected to, by a thread of its own."""
+
+    def __init__(self, member: Member, options: LinkOptions) -> None:
+        self.transport = UcxTransport(member.host, member.port, options, member.node)
+        self._closing = threading.Event()
+        threading.Thread(target=self._keep_connected, daemon=True, name="lynx-peer").start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self.transport.close()
+
+    def _keep_connected(self) -> None:
         pause = _FIRST_RETRY_SECONDS
         while not self._closing.is_set():
             try:
-                peer.connect()
+                self.transport.connect()
                 pause = _FIRST_RETRY_SECONDS
             except TransportError as e:
-                warn_limited(logger, f"peer-{peer.host}:{peer.port}", "%s", e)
+                if not self._closing.is_set():
+                    place = f"{self.transport.host}:{self.transport.port}"
+                    warn_limited(logger, f"peer-{place}", "%s", e)
                 pause = min(2 * pause, _LAST_RETRY_SECONDS)
             self._closing.wait(pause)
 
 
-def peers_from_config(config: PeersConfig, codec: str) -> PeerTier | None:
-    """The peers that a configuration names; None when it names none.
+def peers_from_config(config: LynxConfig, codec: str) -> PeerTier | None:
+    """The peers that a configuration names, or finds in the directory; None without either.
 
     Args:
         codec: fingerprint of the store's codec spec, which peers must share.
 
     Raises:
-        ConfigError: an address or the secret cannot be used.
+        ConfigError: an address, the secret or the directory cannot be used.
+        UnsupportedError: the directory needs a package that is not installed.
     """
-    if config.nodes is None:
+    nodes = config.peers.nodes
+    if config.directory.enabled:
+        from .directory import Directory  # needs a package that not everybody has
+
+        if nodes is not None:
+            raise ConfigError(
+                "both peers.nodes and directory.enabled are set; peers come from one of them"
+            )
+        directory = Directory(config.redis, codec)
+        tier = PeerTier(link_options(config.peers, codec), config.peers.fetch_seconds)
+        tier.follow(directory, config.directory.lease_seconds)
+        return tier
+    if nodes is None:
         return None
-    options = link_options(config, codec)
-    places = [_place(text.strip()) for text in config.nodes.split(",")]
-    return PeerTier([UcxTransport(*p, options) for p in places], config.fetch_seconds)
+    members = named(nodes)
+    tier = PeerTier(link_options(config.peers, codec), config.peers.fetch_seconds)
+    tier.update(members)
+    return tier
+
+
+def named(nodes: str) -> list[Member]:
+    """The nodes of ``peers.nodes``; ConfigError when one is no address."""
+    return [Member.parse(text, "peers.nodes") for text in nodes.split(",")]
 
 
 def link_options(config: PeersConfig, codec: str) -> LinkOptions:
@@ -201,12 +286,3 @@ def link_options(config: PeersConfig, codec: str) -> LinkOptions:
         secret=None if secret is None else secret.encode(),
         terms=Terms(config.model or "", config.layout or "", codec),
     )
-
-
-def _place(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(
-            f"peers.nodes: {text!r} is not an address; write host:port, several with commas"
-        )
-    return host.strip("[]"), int(port)

@@ -87,7 +87,7 @@ class ChunkStore:
         """The store that a configuration describes.
 
         Args:
-            with_peers: whether it also reads from ``peers.nodes``. A node that is itself a peer
+            with_peers: whether it also reads from other nodes. A node that is itself a peer
                 answers only for what it holds: else two would ask each other for ever.
 
         Raises:
@@ -319,7 +319,7 @@ def tiers_from_config(config: LynxConfig) -> list[Tier]:
             nvme.low_watermark,
         )
         tiers.append(GuardedTier(tier))
-    if config.redis.url is not None:
+    if config.redis.url is not None and config.redis.tier:
         from .tiers.redis import RedisTier  # needs a package that not everybody has
 
         tiers.append(GuardedTier(RedisTier(config.redis), full_is_failure=True))
@@ -327,16 +327,16 @@ def tiers_from_config(config: LynxConfig) -> list[Tier]:
 
 
 def peers_from_config(config: LynxConfig, codec: Codec) -> Tier | None:
-    """The peers that a configuration names; None when it names none.
+    """The peers that a configuration names, or finds in a directory; None without either.
 
     Raises:
         as ``ChunkStore.from_config``.
     """
-    if config.peers.nodes is None:
+    if config.peers.nodes is None and not config.directory.enabled:
         return None
     from . import peers  # needs a package that not everybody has
 
-    return peers.peers_from_config(config.peers, codec.spec.fingerprint)
+    return peers.peers_from_config(config, codec.spec.fingerprint)
 
 
 def codec_from_config(config: CodecConfig) -> Codec:

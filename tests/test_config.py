@@ -54,7 +54,7 @@ def test_describe_names_every_setting_its_value_and_where_it_came_from(write):
     assert by_key["memory.enabled"] == (True, "default")
     assert len(lines) == sum(
         len(dataclasses.fields(getattr(LynxConfig(), s)))
-        for s in ("codec", "memory", "nvme", "redis", "tiering", "peers", "serve")
+        for s in ("codec", "memory", "nvme", "redis", "tiering", "peers", "directory", "serve")
     )
 
 

@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "tiers": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
     "transport": {"errors", "config", "keys", "logs", "metrics", "redis_client"},
     "tier_access": FOUNDATION | {"tiers"},
-    "peers": {"errors", "config", "keys", "logs", "metrics", "tiers", "transport"},
+    "directory": {"errors", "config", "logs", "metrics", "redis_client", "transport"},
+    "peers": {"errors", "config", "directory", "keys", "logs", "metrics", "tiers", "transport"},
     "store": FOUNDATION | {"codec", "tiers", "tier_access", "peers"},
     "progressive": FOUNDATION | {"codec", "tiers", "transport", "store"},
 }

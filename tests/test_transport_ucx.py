@@ -182,6 +182,28 @@ def test_another_process_at_the_same_address_is_another_peer(serve: Serve, conne
     assert fetched(transport, name(0), 4) == b"data"
 
 
+def test_a_process_that_is_not_the_expected_one_is_not_connected_to(serve: Serve):
+    server = serve()
+    transport = UcxTransport(*server.address, QUICK, server.node.hex())
+    transport.connect()
+    assert fetched(transport, name(0), 4) == b"data"
+    transport.close()
+    other = UcxTransport(*server.address, QUICK, "00" * 16)
+    with pytest.raises(TransportError, match="another process"):
+        other.connect()
+    assert not other.connected
+    eventually(lambda: server.peers == 0)
+    other.close()
+
+
+def test_a_lookup_need_not_be_waited_for(serve: Serve, connect: Connect, source: ScriptedSource):
+    transport = connect(serve())
+    assert transport.look_up([name(0), name(1)]).result(WAIT_SECONDS) == [4, None]
+    transport.abort()
+    with pytest.raises(TransportError):
+        transport.look_up([name(0)]).result(WAIT_SECONDS)
+
+
 def test_draining_finishes_what_was_asked_and_takes_nothing_new(
     serve: Serve, connect: Connect, source: ScriptedSource
 ):

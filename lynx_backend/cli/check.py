@@ -11,14 +11,16 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..codec import CodecSpec
 from ..config import LynxConfig
-from ..errors import TierError
+from ..errors import TierError, TransportError
 from ..keys import CacheIdentity, ChunkKey, Part, chunk_keys
 from ..layout import KVLayout
 from ..store import ChunkStore
 from ..tiers import Tier
+from ..transport.member import Member
 from .options import ConfigOption
 
 _ROUNDS = 5
@@ -29,7 +31,8 @@ def check(config: ConfigOption = None) -> None:
 
     Prints each setting and where it came from, the codec's speed, and for every tier the time and
     throughput of writing, finding and reading one chunk of 256 tokens: of the calibrated model's
-    shape, or 8 MB of BF16 cache. It is removed again. Exits with 1 when a tier failed.
+    shape, or 8 MB of BF16 cache. It is removed again. Connects to every other node that is named or
+    found in the directory. Exits with 1 when a tier, the directory or a node failed.
     """
     console = Console()
     settings = LynxConfig.load(config)
@@ -45,14 +48,17 @@ def check(config: ConfigOption = None) -> None:
     try:
         objects = _check_codec(console, store, key, sample)
         healthy = [_check_tier(console, tier, key, objects) for tier in store.tiers]
+        peers = _check_peers(console, settings, store.codec.spec.fingerprint)
         stored = store.put(key, sample) and store.flush()
         found = store.get(key)
         same = found is not None and torch.equal(found, store.codec.decode(*objects))
     finally:
         store.remove([key])
         store.close()
-    if not (all(healthy) and stored and same):
-        console.print("[red]FAILED[/red]: see above; a tier that fails is skipped by the store.")
+    if not (all(healthy) and peers and stored and same):
+        console.print(
+            "[red]FAILED[/red]: see above; a tier or a node that fails is skipped by the store."
+        )
         raise typer.Exit(1)
     console.print(
         f"[green]ok[/green]: {len(healthy)} tier{'s' * (len(healthy) > 1)}, and a chunk put into "
@@ -141,6 +147,51 @@ def _check_tier(
     else:
         console.print(f"the server uses {used}")
     return True
+
+
+def _check_peers(console: Console, settings: LynxConfig, codec: str) -> bool:
+    nodes, directory = settings.peers.nodes, settings.directory
+    if nodes is None and not directory.enabled:
+        return True
+    # Each needs a package that not everybody has.
+    from ..peers import link_options, named
+    from ..transport.client import UcxTransport
+
+    place = "peers.nodes"
+    try:
+        if directory.enabled:
+            from ..directory import Directory
+
+            place = "directory"
+            members = Directory(settings.redis, codec).members()
+        else:
+            members = named(nodes or "")
+    except TransportError as e:
+        console.print("[red]the directory failed[/red]: ", end="")
+        console.print(str(e), markup=False)
+        return False
+    table = Table("node", "connected in ms", title=f"Nodes of {place}: {len(members)}")
+    table.columns[1].overflow = "fold"
+    options = link_options(settings.peers, codec)
+    there = True
+
+    def connect(member: Member) -> str:
+        nonlocal there
+        transport = UcxTransport(member.host, member.port, options, member.node)
+        started = time.perf_counter()
+        try:
+            transport.connect()
+            return f"{(time.perf_counter() - started) * 1e3:.1f}"
+        except TransportError as e:
+            there = False
+            return str(e)
+        finally:
+            transport.close()
+
+    for member in members:
+        table.add_row(f"{member.host}:{member.port}", Text(connect(member)))
+    console.print(table)
+    return there
 
 
 def _median_seconds(run: Callable[[], object]) -> float:

@@ -34,11 +34,17 @@ def serve(config: ConfigOption = None) -> None:
         signal.signal(number, lambda *_: stop.set())
     if settings.serve.metrics_port is not None:
         metrics.serve(settings.serve.metrics_port)
-    options = link_options(settings.peers, store.codec.spec.fingerprint)
+    codec = store.codec.spec.fingerprint
+    options = link_options(settings.peers, codec)
     keep = store.keep if settings.serve.accept_puts else None
     server = UcxServer(
         StoredObjects(store), settings.serve.host, settings.serve.port, options, keep
     )
+    registration = None
+    if settings.directory.enabled:
+        from ..directory import registered  # needs a package that not everybody has
+
+        registration = registered(settings, codec, server.address, server.node)
     metrics.READY.set(1)
     console = Console(soft_wrap=True)
     host, port = server.address
@@ -47,6 +53,8 @@ def serve(config: ConfigOption = None) -> None:
         logger.warning("no peers.secret: whoever reaches %s:%d may read every object", host, port)
     stop.wait()
     metrics.READY.set(0)
+    if registration is not None:
+        registration.close()  # first, so that nobody finds a node that is leaving
     finished = server.drain(settings.serve.drain_seconds)
     server.close()
     store.close()

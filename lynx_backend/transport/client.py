@@ -68,11 +68,20 @@ class UcxTransport(Transport):
 
     Args:
         host, port: where the peer listens.
+        expected: identity that the peer must have, as :attr:`node` in hexadecimal; another process
+            at that address is not connected to. None when any will do.
     """
 
-    def __init__(self, host: str, port: int, options: LinkOptions | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        options: LinkOptions | None = None,
+        expected: str | None = None,
+    ) -> None:
         self.host, self.port = host, port
         self._options = options or LinkOptions()
+        self._expected = expected
         self._node = os.urandom(NODE_BYTES)
         self._lock = threading.Lock()
         self._closed = False
@@ -122,6 +131,11 @@ class UcxTransport(Transport):
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
         self._check_open()
         return self._thread.wait(self._look_up(names), self._options.timeout_seconds)
+
+    def look_up(self, names: Sequence[ObjectName]) -> Future[list[int | None]]:
+        """As :meth:`sizes`, without waiting; whoever waits for it brings a limit."""
+        self._check_open()
+        return self._thread.start(self._look_up(names))
 
     def fetch(self, request: str, name: ObjectName, out: memoryview | DeviceBuffer) -> Future[bool]:
         """As ``Transport.fetch``; ``out`` may also be CUDA memory, which UCX then writes to.
@@ -230,6 +244,9 @@ class UcxTransport(Transport):
             greeting, channel = await greet(
                 reader, writer, "client", self._node, self._options, partial(Channel, local)
             )
+            if self._expected not in (None, greeting.peer.node.hex()):
+                channel.destroy()
+                raise TransportError("another process than the one expected has that address now")
         except BaseException:
             writer.transport.abort()
             raise
