@@ -24,7 +24,7 @@ from lynx_backend.transport.protocol import Kind, Piece, Request, Terms
 from lynx_backend.transport.server import UcxServer
 from lynx_backend.transport.ucx import Channel
 
-QUICK = LinkOptions(timeout_seconds=0.5)
+QUICK = LinkOptions(timeout_seconds=2.0)
 
 
 class TestUcxTransport(TransportConformance):
@@ -82,7 +82,7 @@ def serve(source: ScriptedSource) -> Iterator[Serve]:
 def connect() -> Iterator[Connect]:
     made: list[UcxTransport] = []
 
-    def connect(server: UcxServer, options: LinkOptions = QUICK) -> UcxTransport:
+    def connect(server: UcxServer, options: LinkOptions | None = None) -> UcxTransport:
         made.append(UcxTransport(*server.address, options))
         made[-1].connect()
         return made[-1]
@@ -184,11 +184,11 @@ def test_another_process_at_the_same_address_is_another_peer(serve: Serve, conne
 
 def test_a_process_that_is_not_the_expected_one_is_not_connected_to(serve: Serve):
     server = serve()
-    transport = UcxTransport(*server.address, QUICK, server.node.hex())
+    transport = UcxTransport(*server.address, expected=server.node.hex())
     transport.connect()
     assert fetched(transport, name(0), 4) == b"data"
     transport.close()
-    other = UcxTransport(*server.address, QUICK, "00" * 16)
+    other = UcxTransport(*server.address, expected="00" * 16)
     with pytest.raises(TransportError, match="another process"):
         other.connect()
     assert not other.connected

@@ -1,7 +1,8 @@
 """The UCX transport beside what it is built on, and anchors beside first in, first out.
 
-``rates``: objects of one size fetched from another process of this host, against bare ucxx messages
-of that size and a plain asyncio stream, in turns. ``link``: two network namespaces, a veth pair
+``rates``: objects of one size fetched from another process of this host, against messages of that
+size sent by ucxx, with its own asyncio API and by a loop that waits for nothing else, and a plain
+asyncio stream, in turns. ``link``: two network namespaces, a veth pair
 shaped by ``tc``; what is carried against iperf3, and what an anchor waits while eight requests'
 residuals are in full flow, against one queue for all. Needs root for ``link``.
 """
@@ -9,6 +10,7 @@ residuals are in full flow, against one queue for all. Needs root for ``link``.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,7 +34,7 @@ from ..keys import ChunkKey, ObjectName, Part
 from ..transport.client import UcxTransport
 from ..transport.connection import LinkOptions
 from ..transport.server import UcxServer
-from ..transport.ucx import Array, Channel, ucx_api
+from ..transport.ucx import Array, Channel, defaults, ucx_api
 
 MODULE = "lynx_backend.benchmarks.transport"
 KIB, MIB = 1 << 10, 1 << 20
@@ -64,7 +66,7 @@ def buffers(size: int) -> list[bytearray]:
     return [bytearray(size) for _ in range(max(1, min(count_of(size), 64 * MIB // size)))]
 
 
-# -- the three ways, each a server and a client ----------------------------------------------------
+# -- the four ways, each a server and a client ----------------------------------------------------
 
 
 def serve_lynx(host: str) -> None:
@@ -113,7 +115,7 @@ def pump(channel: Channel, count: int, post: Callable[[int], Any]) -> None:
         channel._worker.progress_worker_event(1)
 
 
-def serve_bare(host: str) -> None:
+def serve_loop(host: str) -> None:
     with socket.create_server((host, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         control, _ = listener.accept()
@@ -137,7 +139,7 @@ def serve_bare(host: str) -> None:
 
 
 @contextmanager
-def bare(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], None]]:
+def loop(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], None]]:
     with socket.create_connection((host, port)) as control:
         channel = Channel(host)
         exchange(control, channel)
@@ -154,6 +156,61 @@ def bare(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], None
             control.sendall(b"x")
 
         yield fetch
+
+
+async def awaited(count: int, call: Callable[[int], Awaitable[Any]]) -> None:
+    """``call`` for each of ``count`` messages, ``IN_FLIGHT`` at a time."""
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for i in numbers:
+            await call(i)
+
+    await asyncio.gather(*(work() for _ in range(IN_FLIGHT)))
+
+
+def serve_ucxx(host: str) -> None:
+    import ucxx
+
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def answer(endpoint: Any) -> None:
+            head = bytearray(8)
+            while True:
+                await endpoint.recv(memoryview(head))
+                (size,) = struct.unpack("<Q", head)
+                if not size:
+                    break
+                data = BLOB[:size]
+                await awaited(count_of(size), lambda _: endpoint.send(data))  # noqa: B023
+            ended.set()
+
+        listener = ucxx.create_listener(answer, endpoint_error_handling=True)
+        print(listener.port, flush=True)
+        await ended.wait()
+
+    with defaults():
+        asyncio.run(main())
+
+
+@contextmanager
+def with_ucxx(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], None]]:
+    import ucxx
+
+    running = asyncio.new_event_loop()
+    with defaults():
+        endpoint = running.run_until_complete(
+            ucxx.create_endpoint(host, port, endpoint_error_handling=True)
+        )
+
+    async def read(size: int, outs: list[bytearray]) -> None:
+        await endpoint.send(memoryview(struct.pack("<Q", size)))
+        views = [memoryview(out) for out in outs]
+        await awaited(count_of(size), lambda i: endpoint.recv(views[i % len(views)]))
+
+    yield lambda size, outs: running.run_until_complete(read(size, outs))
+    running.run_until_complete(endpoint.send(memoryview(bytes(8))))
 
 
 def serve_stream(host: str) -> None:
@@ -175,33 +232,33 @@ def serve_stream(host: str) -> None:
 
 @contextmanager
 def stream(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], None]]:
-    loop = asyncio.new_event_loop()
+    running = asyncio.new_event_loop()
     sock = socket.create_connection((host, port))
     sock.setblocking(False)
 
     async def read(size: int, outs: list[bytearray]) -> None:
-        await loop.sock_sendall(sock, struct.pack("<Q", size))
+        await running.sock_sendall(sock, struct.pack("<Q", size))
         for i in range(count_of(size)):
             view = memoryview(outs[i % len(outs)])
             while view:
-                view = view[await loop.sock_recv_into(sock, view) :]
+                view = view[await running.sock_recv_into(sock, view) :]
 
-    yield lambda size, outs: loop.run_until_complete(read(size, outs))
+    yield lambda size, outs: running.run_until_complete(read(size, outs))
     sock.close()
-    loop.close()
+    running.close()
 
 
-SERVERS = {"lynx": serve_lynx, "bare": serve_bare, "stream": serve_stream}
-CLIENTS = {"lynx": lynx, "bare": bare, "stream": stream}
+SERVERS = {"lynx": serve_lynx, "ucxx": serve_ucxx, "loop": serve_loop, "stream": serve_stream}
+CLIENTS = {"lynx": lynx, "ucxx": with_ucxx, "loop": loop, "stream": stream}
 
 
 @contextmanager
 def process(prefix: list[str], *args: str, environ: dict[str, str]) -> Iterator[str]:
     """This script in another process; its first line."""
     command = [*prefix, sys.executable, "-m", MODULE, *args]
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environ
-    )
+    # What UCX has to say must not stand before what we read.
+    environ = os.environ | {"UCX_LOG_FILE": "/dev/stderr"} | environ
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     assert child.stdout is not None
     try:
         yield child.stdout.readline().decode().strip()
@@ -240,9 +297,9 @@ def rates(rounds: int) -> list[dict[str, float]]:
             row: dict[str, float] = {"size": size}
             for what, taken in seconds.items():
                 row[what] = moved / statistics.median(taken) / 1e9
-            row["ratio"] = statistics.median(
-                b / x for b, x in zip(seconds["bare"], seconds["lynx"], strict=True)
-            )
+            for what in ("ucxx", "loop"):
+                pairs = zip(seconds[what], seconds["lynx"], strict=True)
+                row[f"of {what}"] = statistics.median(theirs / ours for theirs, ours in pairs)
             results.append(row)
     return results
 
@@ -387,6 +444,7 @@ def run_rates(rounds: int) -> dict[str, Any]:
 
 def main(what: str, *args: str) -> None:
     """One of the processes that a benchmark starts."""
+    gc.freeze()  # as ``lynx serve`` and engines do
     if what == "serve":
         SERVERS[args[0]](args[1])
     elif what == "rates-client":

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from ..errors import TransportError
 from . import protocol
 from .protocol import Hello, Kind, Piece, Terms
+from .scheduler import FRAGMENT_BYTES
 from .ucx import Buffer, Channel, part_of
 from .window import ANCHOR_WAIT_SECONDS, MOST_FRAGMENT_BYTES, Window
 
 _TICKS = 4
-# While messages are under way the next event is mostly nearer than going to sleep and back.
-_SPIN_SECONDS = 100e-6
 _GRACE_SECONDS = 0.05
 # What is queued towards a peer that does not read; frames are small.
 _MOST_UNSENT_BYTES = 8 << 20
@@ -58,7 +57,7 @@ class LinkOptions:
         return Hello(node, nonce, self.most_object_bytes, self.most_open, self.terms)
 
 
-@dataclass
+@dataclass(slots=True)
 class Incoming:
     """An object on its way to us.
 
@@ -113,8 +112,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._sent = self._received = 0
         self._progressing = False
-        self._idle_since = 0.0
+        self._spares: list[bytearray] = []
         self._unsent: list[bytes] = []
+        self._outgoing: list[tuple[Buffer, int]] = []
         self._heard = True
         self._quiet = self._stuck = 0
         self._moved = 0
@@ -122,7 +122,9 @@ class Connection:
 
     def start(self) -> None:
         """Begin to read and to watch."""
-        self._loop.add_reader(self._channel.event_fd, self._progress)
+        # Soon, not now: frames that are there are read first. Data whose message was not yet
+        # announced is copied once more by UCX.
+        self._loop.add_reader(self._channel.event_fd, self._soon)
         self._tasks = [self._loop.create_task(t) for t in (self._read(), self._watch())]
         self._soon()
 
@@ -138,12 +140,21 @@ class Connection:
 
     def _flush(self) -> None:
         frames, self._unsent = self._unsent, []
+        messages, self._outgoing = self._outgoing, []
         if self.error is not None:
             return
         self._writer.write(b"".join(frames))
         transport = self._writer.transport
         if transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
             self.abort(TransportError("the peer does not read what it is sent"))
+            return
+        try:
+            for buffer, sequence in messages:
+                self._channel.send(buffer, sequence, self._sent_message)
+        except TransportError as e:
+            self.abort(e)
+        if messages:
+            self._soon()
 
     async def _read(self) -> None:
         try:
@@ -198,11 +209,13 @@ class Connection:
             buffer, staged = part_of(single.buffer, pieces[0].offset, total), False
         else:
             # For many, or for nobody any more: bounded by the limit above.
-            buffer, staged = memoryview(bytearray(total)), True
+            buffer, staged = self._spare(total), True
 
         def land(ok: bool) -> None:
             if ok:
                 self._land(sequence, pieces, targets, buffer if staged else None)
+                if staged and len(buffer.obj) == FRAGMENT_BYTES:
+                    self._spares.append(buffer.obj)
             else:
                 self.abort(TransportError("UCX lost a message on its way from the peer"))
 
@@ -211,6 +224,12 @@ class Connection:
             self._soon()
         else:
             land(True)
+
+    def _spare(self, size: int) -> memoryview:
+        """Memory for one message, mostly memory that held another before."""
+        if size > FRAGMENT_BYTES:
+            return memoryview(bytearray(size))
+        return memoryview(self._spares.pop() if self._spares else bytearray(FRAGMENT_BYTES))[:size]
 
     def _claim(self, piece: Piece) -> Incoming:
         incoming = self.incoming.get(piece.id)
@@ -257,11 +276,7 @@ class Connection:
         self.write(protocol.pack_data(sequence, pieces))
         self.window.sent(sequence, size, time.monotonic())
         if size:
-            try:
-                self._channel.send(buffer, sequence, self._sent_message)
-            except TransportError as e:
-                self.abort(e)
-            self._soon()
+            self._outgoing.append((buffer, sequence))  # once it is announced
 
     def _sent_message(self, ok: bool) -> None:
         if not ok:
@@ -276,14 +291,11 @@ class Connection:
         self._progressing = False
         if self.error is not None:
             return
-        if self._channel.progress() and self.error is None:
-            self._idle_since = time.monotonic()
-            self._soon()
-            return
+        more = self._channel.progress()
         if self.error is not None:
             return  # by what was done just now
-        spinning = self._channel.pending and time.monotonic() - self._idle_since < _SPIN_SECONDS
-        if spinning or not self._channel.arm():
+        # No spinning in between: it was measured to cost more of a busy processor than it gains.
+        if more or not self._channel.arm():
             self._soon()
 
     # -- the end -----------------------------------------------------------------------------------

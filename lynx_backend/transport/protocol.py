@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InvalidInputError, TransportError
 from ..keys import DIGEST_BYTES, ChunkKey, ObjectName, Part
@@ -158,8 +158,7 @@ class Hello:
         return cls(node, nonce, most_bytes, most_open, Terms(*texts))
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Asks for an object (FETCH) or offers one (PUT).
 
     Attributes:
@@ -190,8 +189,7 @@ class Request:
         return cls(id_, request, bool(alone), _name(digest, part), size)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes ``[offset, offset + length)`` of the object of one fetch or put."""
 
     id: int
@@ -287,7 +285,7 @@ def unpack_sizes(payload: bytes) -> tuple[int, list[int | None]]:
 
 def pack_data(sequence: int, pieces: Sequence[Piece]) -> bytes:
     """The DATA frame: what the UCX message tagged ``sequence`` holds, in order."""
-    body = b"".join(_PIECE.pack(p.id, p.offset, p.length) for p in pieces)
+    body = b"".join([_PIECE.pack(*piece) for piece in pieces])
     return frame(Kind.DATA, _DATA.pack(sequence, len(pieces)) + body)
 
 
@@ -296,7 +294,7 @@ def unpack_data(payload: bytes) -> tuple[int, list[Piece]]:
     (sequence, count), rest = _split(_DATA, payload, "DATA")
     if not 0 < count <= MOST_PIECES or len(rest) != count * _PIECE.size:
         raise _malformed("DATA")
-    return sequence, [Piece(*fields) for fields in _PIECE.iter_unpack(rest)]
+    return sequence, list(map(Piece._make, _PIECE.iter_unpack(rest)))
 
 
 def pack_ack(sequence: int) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..errors import InvalidInputError
 from ..keys import ObjectName, Part
@@ -22,8 +23,7 @@ FRAGMENT_BYTES = 256 * 1024
 Room = Callable[[str, Part], int]
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Bytes ``[offset, offset + length)`` of one object; ``last`` when they are its end."""
 
     request: str
@@ -33,13 +33,13 @@ class Fragment:
     last: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class _Queued:
     size: int
     sent: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Flow:
     """One request's objects of one part, in the order in which they were submitted."""
 

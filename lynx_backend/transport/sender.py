@@ -29,13 +29,14 @@ Load = Callable[[ObjectName], "memoryview | None"]
 Ended = Callable[[int, End, str], None]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Offer:
     connection: Connection
     request: Request
     flow: str
     data: Buffer | None
     ended: Ended
+    over: bool = False
 
 
 _Batch = list[tuple[Fragment, _Offer]]
@@ -121,6 +122,7 @@ class Sender:
         self._forget(offer)
 
     def _forget(self, offer: _Offer) -> None:
+        offer.over = True
         self._offers.pop((offer.flow, offer.request.name), None)
         self._by_id[offer.connection].pop(offer.request.id, None)
 
@@ -204,16 +206,16 @@ class Sender:
         connection = batch[0][1].connection
         connection.window.reserved -= sum(f.length for f, _ in batch)
         # While the batch was read, some of it may have been withdrawn or have failed.
-        batch = [(f, o) for f, o in batch if self._offers.get((f.request, f.name)) is o]
+        batch = [(f, o) for f, o in batch if not o.over]
         if not batch:
             return
         pieces = [Piece(o.request.id, f.offset, f.length) for f, o in batch]
         buffers = [part_of(o.data, f.offset, f.length) for f, o in batch]
         message = buffers[0] if len(batch) == 1 else memoryview(b"".join(buffers))
         connection.send(pieces, message)
-        for fragment, offer in batch:
-            sent_objects, sent_bytes = _SENT[fragment.name.part]
-            sent_bytes.inc(fragment.length)
-            if fragment.last:
-                self._forget(offer)
-                sent_objects.inc()
+        whole = [offer for fragment, offer in batch if fragment.last]
+        for offer in whole:
+            self._forget(offer)
+        sent_objects, sent_bytes = _SENT[batch[0][0].name.part]  # a message is of one part
+        sent_objects.inc(len(whole))
+        sent_bytes.inc(sum(fragment.length for fragment, _ in batch))

@@ -39,7 +39,16 @@ except ImportError as e:
         f"works without a GPU ({e})"
     ) from e
 
-__all__ = ["Array", "Buffer", "Channel", "DeviceBuffer", "DeviceSlice", "part_of", "ucx_api"]
+__all__ = [
+    "Array",
+    "Buffer",
+    "Channel",
+    "DeviceBuffer",
+    "DeviceSlice",
+    "defaults",
+    "part_of",
+    "ucx_api",
+]
 
 Buffer = Any
 #: Told whether a message went through; the buffer is not touched any more.
@@ -105,7 +114,7 @@ class Channel:
             options["NET_DEVICES"] = ",".join(devices)
         features = (ucx_api.Feature.TAG, ucx_api.Feature.WAKEUP)
         try:
-            with _defaults():
+            with defaults():
                 self._context = ucx_api.UCXContext(options, feature_flags=features)
                 self._worker = ucx_api.UCXWorker(self._context)
                 self._worker.init_blocking_progress_mode()
@@ -116,6 +125,7 @@ class Channel:
             ) from e
         self._endpoint: Any = None
         self._pending: list[tuple[Any, Buffer, Done]] = []
+        self._posted = False
 
     @property
     def event_fd(self) -> int:
@@ -159,20 +169,26 @@ class Channel:
         except ucx_api.UCXError as e:
             raise TransportError(f"UCX refused a message: {e}") from e
         self._pending.append((request, buffer, done))
+        self._posted = True
 
-    def progress(self, times: int = 64) -> bool:
-        """Let UCX work and report what is done; whether there may be more to do at once."""
-        more = True
-        for _ in range(times):
-            if not self._worker.progress_once():
-                more = False
-                break
+    def progress(self, times: int = 4) -> bool:
+        """Let UCX work and report what is done; whether there may be more to do at once.
+
+        Args:
+            times: most pieces of work; over TCP one is a segment.
+        """
+        worked = 0
+        while worked < times and self._worker.progress_once():
+            worked += 1
+        if not (worked or self._posted):
+            return False  # nothing can have finished
+        self._posted = False
         finished = [entry for entry in self._pending if entry[0].completed]
         if finished:
             self._pending = [entry for entry in self._pending if not entry[0].completed]
             for request, _, done in finished:
                 done(_went_through(request))
-        return more
+        return worked == times
 
     def arm(self) -> bool:
         """Make :attr:`event_fd` tell of the next event; False when there is one already."""
@@ -228,7 +244,7 @@ def _went_through(request: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _defaults() -> Iterator[None]:
+def defaults() -> Iterator[None]:
     """Lynx's defaults in the environment, where UCX reads them, and nobody else for long."""
     with _environment:
         missing = {k: v for k, v in _DEFAULTS.items() if k not in os.environ}

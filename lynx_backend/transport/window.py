@@ -65,7 +65,7 @@ class Window:
     def room(self, part: Part) -> int:
         """Most bytes of the next fragment of this part; 0 when none may be sent now."""
         fragment = FRAGMENT_BYTES
-        while fragment < MOST_FRAGMENT_BYTES and 8 * fragment <= self.size:
+        while fragment < MOST_FRAGMENT_BYTES and 4 * fragment <= self.size:
             fragment *= 2
         under_way = self.in_flight + self.reserved
         if not under_way:
