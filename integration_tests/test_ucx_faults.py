@@ -33,10 +33,13 @@ Node = Callable[..., "Process"]
 class Process:
     """A node in a process of its own."""
 
-    def __init__(self, seed: int, port: int = 0, seconds: float = 0.0) -> None:
+    def __init__(
+        self, seed: int, port: int = 0, seconds: float = 0.0, timeout: float = TIMEOUT
+    ) -> None:
         script = Path(__file__).parent / "ucx_node.py"
+        arguments = map(str, (port, seed, seconds, timeout))
         self.process = subprocess.Popen(
-            [sys.executable, str(script), "127.0.0.1", str(port), str(seed), str(seconds)],
+            [sys.executable, str(script), "127.0.0.1", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},

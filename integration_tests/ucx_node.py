@@ -1,4 +1,4 @@
-"""A process that serves made-up objects over UCX: ``ucx_node.py HOST PORT SEED [SECONDS_A_READ]``.
+"""A process that serves made-up objects: ``ucx_node.py HOST PORT SEED [SECONDS_A_READ [TIMEOUT]]``.
 
 Object ``i`` is ``size_of(i)`` bytes that depend on the seed, so that a reader can tell whose it is.
 Prints its port when it listens, and ends when its standard input does.
@@ -44,8 +44,8 @@ class MadeUp:
         return memoryview(content(self.seed, int.from_bytes(name.key.prefix, "little")))
 
 
-def main(host: str, port: str, seed: str, seconds: str = "0") -> None:
-    options = LinkOptions(timeout_seconds=1.0)
+def main(host: str, port: str, seed: str, seconds: str = "0", timeout: str = "1") -> None:
+    options = LinkOptions(timeout_seconds=float(timeout))
     server = UcxServer(MadeUp(int(seed), float(seconds)), host, int(port), options)
     print(server.address[1], flush=True)
     sys.stdin.read()

@@ -280,7 +280,9 @@ def rates(rounds: int) -> list[dict[str, float]]:
     results = []
     with ExitStack() as stack:
         fetches = {}
-        for what in SERVERS:
+        # ucxx's own listener needs TCP.
+        tcp = "tcp" in os.environ["UCX_TLS"]
+        for what in SERVERS if tcp else [w for w in SERVERS if w != "ucxx"]:
             port = int(stack.enter_context(process([], "serve", what, "127.0.0.1", environ={})))
             fetches[what] = stack.enter_context(CLIENTS[what]("127.0.0.1", port))
         for size in SIZES:
@@ -297,7 +299,7 @@ def rates(rounds: int) -> list[dict[str, float]]:
             row: dict[str, float] = {"size": size}
             for what, taken in seconds.items():
                 row[what] = moved / statistics.median(taken) / 1e9
-            for what in ("ucxx", "loop"):
+            for what in {"ucxx", "loop"} & {*fetches}:
                 pairs = zip(seconds[what], seconds["lynx"], strict=True)
                 row[f"of {what}"] = statistics.median(theirs / ours for theirs, ours in pairs)
             results.append(row)

@@ -141,7 +141,8 @@ def transport(
             }
             table = Table("KiB", *columns.values(), title=f"{way}, GB/s")
             for row in rows:
-                table.add_row(str(row["size"] >> 10), *(f"{row[what]:.2f}" for what in columns))
+                cells = [f"{row[what]:.2f}" if what in row else "" for what in columns]
+                table.add_row(str(row["size"] >> 10), *cells)
             console.print(table)
     else:
         results = benchmark.link(link, seconds)
