@@ -83,19 +83,22 @@ class ChunkStore:
             self._readable.append(TierAccess(peers, self._check_header, self.validate, 0))
 
     @classmethod
-    def from_config(cls, config: LynxConfig, with_peers: bool = True) -> ChunkStore:
+    def from_config(
+        cls, config: LynxConfig, with_peers: bool = True, codec: Codec | None = None
+    ) -> ChunkStore:
         """The store that a configuration describes.
 
         Args:
             with_peers: whether it also reads from other nodes. A node that is itself a peer
                 answers only for what it holds: else two would ask each other for ever.
+            codec: instead of the one that the configuration's codec section describes.
 
         Raises:
             ConfigError: a tier's place or the calibration file cannot be used.
             InvalidInputError: the codec's numbers are out of range, or no tier is configured.
             UnsupportedError: a tier needs a package that is not installed.
         """
-        codec = codec_from_config(config.codec)
+        codec = codec or codec_from_config(config.codec)
         tiers = tiers_from_config(config)
         peers = peers_from_config(config, codec) if with_peers else None
         return cls(codec, tiers, config.tiering.write_behind_bytes, peers)

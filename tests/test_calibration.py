@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from lynx_backend.codec import Codec
 from lynx_backend.codec.calibration import OCTAVE, Calibration
-from lynx_backend.errors import CorruptObjectError, InvalidInputError
+from lynx_backend.errors import CorruptObjectError, FormatMismatchError, InvalidInputError
+from lynx_backend.keys import Part
 from lynx_backend.layout import KVLayout
 
 LAYERS, HEADS, DIM, PAIRS = 3, 2, 16, 6
@@ -143,3 +146,19 @@ def test_channels_without_queries_keep_the_others_apart(live):
 def test_a_head_without_queries_has_equal_priorities():
     priority = Calibration.of([np.ones(0)], [0], np.zeros((1, 1, 4))).priority
     assert not priority.any()
+
+
+def test_a_ranks_heads_are_of_the_models_spec(calibration):
+    """Two ranks of one head each: objects of one spec, each decoded with its own head's tables."""
+    kv = torch.randn(2, LAYERS, 100, HEADS, DIM)
+    whole = Codec(calibration=calibration)
+    for head in range(HEADS):
+        rank = Codec(calibration=calibration.of_heads(head, 1))
+        assert rank.spec == whole.spec
+        mine = kv[:, :, :, head : head + 1].contiguous()
+        anchor, residual = rank.encode(mine)
+        assert rank.decode(anchor, residual).sub(mine).abs().mean() < 0.02
+        # Whoever keeps objects for all ranks can check them.
+        assert whole.validate(anchor, Part.ANCHOR).layout.heads == 1
+        with pytest.raises(FormatMismatchError, match="lynx calibrate"):
+            rank.validate(whole.encode(kv)[0], Part.ANCHOR)

@@ -49,7 +49,7 @@ class AdaptiveScheme(Scheme):
     def check_size(self, layout: KVLayout, part: Part, payload_bytes: int) -> None:
         if self._calibration is not None:
             try:
-                self._calibration.check(layout)
+                self._calibration.check(layout, part=True)
             except InvalidInputError as e:
                 raise FormatMismatchError(str(e)) from None
         plan = AdaptivePlan.of(self.spec, layout)

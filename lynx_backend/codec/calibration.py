@@ -8,7 +8,7 @@ with it. Both sides must have the same calibration; its fingerprint is part of t
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ class Calibration:
         table: uint8 [layers]: which of the tables a layer uses.
         priority: int8 [layers, kv_heads, head_dim]: log2 of the queries' size at each key channel,
             in steps of 1/8, relative to the head's mean.
-        fingerprint: 16 hex digits of all of this.
+        fingerprint: 16 hex digits of all of this; :meth:`of_heads` keeps the whole model's.
 
     Raises:
         InvalidInputError: the tables do not fit each other.
@@ -124,10 +124,25 @@ class Calibration:
             priority.astype(np.int8),
         )
 
-    def check(self, layout: KVLayout) -> None:
-        """Raise InvalidInputError when this is not the calibration of such a cache's model."""
+    def of_heads(self, first: int, count: int) -> Calibration:
+        """The tables of some KV heads, as a tensor-parallel rank needs them.
+
+        The fingerprint stays the whole model's: all ranks share one spec, and a node that only
+        keeps objects can check those of every rank.
+        """
+        part = replace(self, priority=self.priority[:, first : first + count])
+        object.__setattr__(part, "fingerprint", self.fingerprint)
+        return part
+
+    def check(self, layout: KVLayout, part: bool = False) -> None:
+        """Raise InvalidInputError when this is not the calibration of such a cache's model.
+
+        Args:
+            part: whether some of the model's heads will do.
+        """
         wanted = (layout.layers, layout.heads, layout.head_dim)
-        if self.priority.shape != wanted:
+        layers, heads, head_dim = self.priority.shape
+        if wanted != (layers, min(heads, layout.heads) if part else heads, head_dim):
             raise InvalidInputError(
                 f"the calibration is of a cache with {self.priority.shape} layers, kv_heads and "
                 f"head_dim, this one has {wanted}; make one for this model with `lynx calibrate`"

@@ -1,0 +1,1 @@
+"""What LMCache's two ways of loading Lynx share: versions, settings, keys."""
