@@ -1,6 +1,7 @@
 """Progressive KV-cache storage and transport for LLM serving."""
 
-from .codec import Codec, CodecSpec
+from typing import TYPE_CHECKING
+
 from .errors import (
     ConfigError,
     CorruptObjectError,
@@ -13,6 +14,9 @@ from .errors import (
     TransportError,
     UnsupportedError,
 )
+
+if TYPE_CHECKING:
+    from .codec import Codec, CodecSpec
 
 __all__ = [
     "Codec",
@@ -29,3 +33,13 @@ __all__ = [
     "UnsupportedError",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    # Not above: vLLM on a CPU fails to start when numba is loaded before its own kernels, and it
+    # imports this package with the connector that a user names.
+    if name in ("Codec", "CodecSpec"):
+        from . import codec
+
+        return getattr(codec, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import InvalidInputError
 
@@ -74,6 +74,15 @@ class KVLayout:
     def signature(self) -> str:
         """The axes that every chunk of one cache shares (all but the token count), as text."""
         return f"kv{self.kv}-layers{self.layers}-heads{self.heads}-dim{self.head_dim}"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole chunk, unquantized."""
+        return self.tokens * self.row_bytes
+
+    def with_tokens(self, tokens: int) -> KVLayout:
+        """The layout of a shorter or longer chunk of the same cache."""
+        return replace(self, tokens=tokens)
 
     def pages(self, page_tokens: int) -> int:
         """Pages of ``page_tokens`` tokens along the token axis, the last one possibly shorter."""

@@ -9,8 +9,9 @@ never the request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 
 import torch
 
@@ -24,10 +25,14 @@ from .errors import (
     InvalidInputError,
 )
 from .keys import ChunkKey, ObjectName, Part
+from .layout import KVLayout
 from .tier_access import Found, TierAccess
 from .tiers import GuardedTier, MemoryTier, NvmeTier, Tier
 
 logger = logging.getLogger(__name__)
+
+#: The objects of one chunk in the order in which they are written: residual, anchor.
+EncodedChunk = Sequence[tuple[ObjectName, memoryview]]
 
 
 class Presence(IntEnum):
@@ -117,12 +122,27 @@ class ChunkStore:
         Raises:
             InvalidInputError: ``kv`` cannot be encoded. A tier's failure is not raised.
         """
+        return self.write(self.encode(key, kv))
+
+    def encode(self, key: ChunkKey, kv: torch.Tensor) -> EncodedChunk:
+        """The first half of :meth:`put`, after which ``kv`` may change.
+
+        Raises:
+            InvalidInputError: as :meth:`put`.
+        """
         anchor, residual = self.codec.encode(kv, key.digest)
-        objects = [
+        return [
             (key.object(Part.RESIDUAL), residual.numpy().data),
             (key.object(Part.ANCHOR), anchor.numpy().data),
         ]
-        kept = [self._write(access, objects) for access in self._accesses]
+
+    def write(self, chunk: EncodedChunk, wait_seconds: float = 0.0) -> bool:
+        """The second half of :meth:`put`.
+
+        Args:
+            wait_seconds: most time to wait for each slower tier's queue, if it is full.
+        """
+        kept = [self._write(access, chunk, wait_seconds) for access in self._accesses]
         return any(kept)
 
     def get(self, key: ChunkKey, out: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -134,18 +154,35 @@ class ChunkStore:
         Raises:
             InvalidInputError: ``out`` does not have the shape and dtype of the chunk.
         """
+
+        def target(_: int, layout: KVLayout) -> torch.Tensor:
+            return new_cache(layout) if out is None else out
+
+        return self.get_many([key], target)[0]
+
+    def get_many(
+        self, keys: Sequence[ChunkKey], target: Callable[[int, KVLayout], torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """:meth:`get` for several chunks, by one round trip to each tier that is asked.
+
+        Args:
+            target: called as ``target(i, layout)`` when ``keys[i]`` was found, for the tensor to
+                write it to; None is a miss. Called again when that copy proves damaged and another
+                tier has one.
+
+        Raises:
+            InvalidInputError: a target does not have the shape and dtype of its chunk.
+        """
+        done: list[torch.Tensor | None] = [None] * len(keys)
         for access in self._readable:
-            anchor, residual = access.get(objects_of([key]))
-            if anchor is None:
-                if residual is not None:
-                    access.accept(residual)
-                continue
-            parts = [(access, anchor), self._residual_for(anchor, residual, access)]
-            kv = self._decode(key, parts, out)
-            if kv is not None:
-                self._promote(parts)
-                return kv
-        return None
+            missing = [i for i, kv in enumerate(done) if kv is None]
+            if not missing:
+                break
+            found = access.get(objects_of([keys[i] for i in missing]))
+            pairs = zip(found[:: len(Part)], found[1 :: len(Part)], strict=True)
+            for i, (anchor, residual) in zip(missing, pairs, strict=True):
+                done[i] = self._assemble(keys[i], access, anchor, residual, partial(target, i))
+        return done
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
         """What is there of each chunk, by one round trip to each tier. Contents are not checked."""
@@ -178,7 +215,7 @@ class ChunkStore:
             CorruptObjectError, FormatMismatchError: it is not the object of that name.
         """
         self.validate(name, data)
-        kept = [self._write(access, [(name, data)]) for access in self._accesses]
+        kept = [self._write(access, [(name, data)], 0.0) for access in self._accesses]
         return any(kept)
 
     def validate(self, name: ObjectName, data: wire.Buffer) -> wire.Header:
@@ -214,8 +251,29 @@ class ChunkStore:
     # -- details -----------------------------------------------------------------------------------
 
     @staticmethod
-    def _write(access: TierAccess, objects: list[tuple[ObjectName, memoryview]]) -> bool:
-        return access.put(objects) if access.tier.in_memory else access.put_later(objects)
+    def _write(access: TierAccess, objects: EncodedChunk, wait_seconds: float) -> bool:
+        if access.tier.in_memory:
+            return access.put(objects)
+        return access.put_later(objects, wait_seconds=wait_seconds)
+
+    def _assemble(
+        self,
+        key: ChunkKey,
+        access: TierAccess,
+        anchor: Found | None,
+        residual: Found | None,
+        target: Callable[[KVLayout], torch.Tensor | None],
+    ) -> torch.Tensor | None:
+        """Q_full from what one tier has of a chunk, completed from the others; else None."""
+        if anchor is None:
+            if residual is not None:
+                access.accept(residual)
+            return None
+        parts = [(access, anchor), self._residual_for(anchor, residual, access)]
+        kv = self._decode(key, parts, target)
+        if kv is not None:
+            self._promote(parts)
+        return kv
 
     def _promote(self, parts: Sequence[tuple[TierAccess, Found | None]]) -> None:
         """Also write each object into the tiers before the one it was found in, residual first."""
@@ -260,13 +318,16 @@ class ChunkStore:
         self,
         key: ChunkKey,
         parts: list[tuple[TierAccess, Found | None]],
-        out: torch.Tensor | None,
+        target: Callable[[KVLayout], torch.Tensor | None],
     ) -> torch.Tensor | None:
         """Q_full from an anchor and its residual; None, and each of them accounted for, if not."""
         found = [(access, each) for access, each in parts if each is not None]
         checked = False
         try:
             if len(found) < len(parts):
+                return None
+            out = target(found[0][1].header.layout)
+            if out is None:
                 return None
             anchor, residual = (each.data for _, each in found)
             kv = self.codec.decode(anchor, residual, out, key.digest)
@@ -278,6 +339,11 @@ class ChunkStore:
             # Decoding reads every byte; only when it did not come to that they are read once more.
             for access, each in found:
                 access.accept(each, checked)
+
+
+def new_cache(layout: KVLayout) -> torch.Tensor:
+    """An uninitialised tensor for a chunk of this layout."""
+    return torch.empty(layout.shape, dtype=getattr(torch, layout.dtype))
 
 
 def objects_of(keys: Sequence[ChunkKey]) -> list[ObjectName]:

@@ -66,8 +66,16 @@ class TierAccess:
         self._measure()
         return done
 
-    def put_later(self, objects: Sequence[tuple[ObjectName, memoryview]], op: str = "put") -> bool:
+    def put_later(
+        self,
+        objects: Sequence[tuple[ObjectName, memoryview]],
+        op: str = "put",
+        wait_seconds: float = 0.0,
+    ) -> bool:
         """:meth:`put` when its turn comes; without a queue, now.
+
+        Args:
+            wait_seconds: most time to wait for room in a full queue.
 
         Returns:
             whether it will be tried. False, and counted as skipped, when the queue is full.
@@ -76,7 +84,7 @@ class TierAccess:
             return self.put(objects, op)
         size = sum(len(data) for _, data in objects)
         names = [name for name, _ in objects]
-        if self._queue.submit(names, size, lambda: self.put(objects, op)):
+        if self._queue.submit(names, size, lambda: self.put(objects, op), wait_seconds):
             return True
         for name in names:
             metrics.OBJECTS.labels(name.part.label, self.name, op, "skipped").inc()

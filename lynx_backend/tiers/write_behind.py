@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,15 @@ from ..logs import warn_limited
 logger = logging.getLogger(__name__)
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(frozen=True)
 class _Job:
     names: tuple[ObjectName, ...]
     size: int
     run: Callable[[], object]
+    dropped: Callable[[], object]
 
 
 class WriteBehind:
@@ -41,7 +46,7 @@ class WriteBehind:
         self._name = name
         self._max_bytes = max_bytes
         self._workers = workers
-        self._started = 0
+        self._threads: list[threading.Thread] = []
         self._waiting: deque[_Job] = deque()
         self._unfinished: set[tuple[ObjectName, ...]] = set()
         self._bytes = 0
@@ -53,27 +58,44 @@ class WriteBehind:
         """Held on to now."""
         return self._bytes
 
-    def submit(self, names: Sequence[ObjectName], size: int, run: Callable[[], object]) -> bool:
+    def submit(
+        self,
+        names: Sequence[ObjectName],
+        size: int,
+        run: Callable[[], object],
+        wait_seconds: float = 0.0,
+        dropped: Callable[[], object] = _nothing,
+    ) -> bool:
         """Run ``run()`` later, unless a job for the same objects is unfinished: that will do.
+
+        Args:
+            wait_seconds: most time to wait for room.
+            dropped: called instead of ``run`` when an accepted job is given up, also because
+                another one will do. It must not block.
 
         Returns:
             False when there is no room for ``size`` bytes more, or after :meth:`close`.
         """
-        job = _Job(tuple(names), size, run)
+        job = _Job(tuple(names), size, run, dropped)
         with self._changed:
+            if wait_seconds and size <= self._max_bytes:
+                self._changed.wait_for(
+                    lambda: self._closed or self._bytes + size <= self._max_bytes, wait_seconds
+                )
             if self._closed:
                 return False
             if job.names in self._unfinished:
+                dropped()
                 return True
             if self._bytes + size > self._max_bytes:
                 return False
             self._unfinished.add(job.names)
             self._bytes += size
             self._waiting.append(job)
-            if self._started < min(self._workers, len(self._unfinished)):
-                self._started += 1
-                name = f"{self._name}-{self._started}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+            if len(self._threads) < min(self._workers, len(self._unfinished)):
+                name = f"{self._name}-{len(self._threads) + 1}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
             self._changed.notify_all()
             return True
 
@@ -83,7 +105,7 @@ class WriteBehind:
             waiting, self._waiting = self._waiting, deque()
             for job in waiting:
                 if _about(job.names, keys):
-                    self._finish(job)
+                    self._drop(job)
                 else:
                     self._waiting.append(job)
             self._changed.wait_for(
@@ -96,15 +118,22 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not self._unfinished, timeout)
 
     def close(self, timeout: float) -> int:
-        """Refuse new jobs, finish the others for so many seconds; how many were given up."""
+        """Refuse new jobs, finish the others for so many seconds; how many were given up.
+
+        The threads have ended when this returns, except one whose job takes longer than that.
+        """
+        deadline = time.monotonic() + timeout
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
         self.flush(timeout)
         with self._changed:
             left = len(self._waiting)
             while self._waiting:
-                self._finish(self._waiting.popleft())
+                self._drop(self._waiting.popleft())
             self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         return left
 
     def _work(self) -> None:
@@ -121,6 +150,10 @@ class WriteBehind:
             with self._changed:
                 self._finish(job)
             del job  # and with it the bytes, while this waits for the next
+
+    def _drop(self, job: _Job) -> None:
+        self._finish(job)
+        job.dropped()
 
     def _finish(self, job: _Job) -> None:
         self._unfinished.discard(job.names)

@@ -10,7 +10,7 @@ from ...codec import Calibration, Codec
 from ...config import LynxConfig
 from ...errors import ConfigError
 from ...layout import KVLayout
-from ...store import ChunkStore, codec_from_config
+from ...store import ChunkStore, codec_from_config, new_cache
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Settings:
 def open_store(
     config: LynxConfig, layout: KVLayout, world_size: int = 1, rank: int = 0
 ) -> ChunkStore:
-    """The store of one tensor-parallel rank.
+    """The store of one tensor-parallel rank, ready for its first request.
 
     Args:
         config: one and the same for all ranks.
@@ -69,6 +69,8 @@ def open_store(
     codec = codec_from_config(config.codec)
     calibration = rank_calibration(codec.calibration, layout, world_size, rank)
     codec = Codec(codec.spec, calibration=calibration)
+    # Compiles the kernels, for which else the first request would wait.
+    codec.decode(*codec.encode(new_cache(layout.with_tokens(1)).zero_()))
     return ChunkStore.from_config(config, codec=codec)
 
 
