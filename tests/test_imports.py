@@ -115,3 +115,11 @@ for name in ("redis", "ucxx", "cupy", "lmcache", "vllm", "sglang", "prometheus_c
 import lynx_backend, lynx_backend.store, lynx_backend.progressive, lynx_backend.cli
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_package_alone_does_not_load_numba():
+    """vLLM on a CPU imports the package before its own kernels, and must not find numba loaded."""
+    script = "import sys, lynx_backend, lynx_backend.integrations.lmcache; "
+    script += "assert not {'numba', 'llvmlite', 'lmcache'} & set(sys.modules); "
+    script += "assert lynx_backend.Codec and lynx_backend.CodecSpec"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -144,6 +144,52 @@ def test_another_codec_spec_is_a_miss_and_stays(tmp_path: Path):
     assert theirs.get(KEYS[0]) is not None
 
 
+class CountedTier(MemoryTier):
+    """Counts how often it is asked for objects."""
+
+    name = "counted"
+    asked = 0
+
+    def get_many(self, names: list[ObjectName]) -> list[memoryview | None]:
+        self.asked += 1
+        return super().get_many(names)
+
+
+def test_several_chunks_are_one_round_trip_to_each_tier():
+    first, second = CountedTier(1 << 20), MemoryTier(1 << 20)
+    store = ChunkStore(Codec(), [first, second])
+    for i, key in enumerate(KEYS):
+        store.put(key, cache(i))
+    first.delete([KEYS[1].object(part) for part in Part])
+    for tier in store.tiers:
+        tier.delete([KEYS[2].object(Part.RESIDUAL)])
+    outs: dict[int, torch.Tensor] = {}
+
+    def target(i: int, layout: KVLayout) -> torch.Tensor | None:
+        if i == 3:
+            return None  # the caller has no room for it
+        return outs.setdefault(i, torch.empty(layout.shape, dtype=torch.bfloat16))
+
+    first.asked = 0
+    found = store.get_many(KEYS, target)
+    assert first.asked == 2  # all of them; then the residual that another tier's anchor lacks
+    assert [kv is not None for kv in found] == [True, True, False, False]
+    for i in (0, 1):
+        assert found[i] is outs[i]
+        assert torch.equal(found[i], q_full(cache(i)))
+    assert store.get_many([], target) == []
+    store.close()
+
+
+def test_a_cache_may_change_once_it_is_encoded(store: ChunkStore):
+    kv = cache()
+    chunk = store.encode(KEYS[0], kv)
+    kv.zero_()
+    assert store.lookup(KEYS[:1]) == [Presence.ABSENT]
+    assert store.write(chunk)
+    assert torch.equal(store.get(KEYS[0]), q_full(cache()))
+
+
 class BrokenTier(MemoryTier):
     """A tier whose device has gone: every call fails as a real one does."""
 
@@ -319,6 +365,19 @@ class TestWriteBehind:
         assert store.flush(20)
         assert slow.sizes([KEYS[2].object(Part.ANCHOR)]) == [None]
         assert store.lookup(KEYS[:3]) == [Presence.FULL] * 3
+
+    def test_a_writer_may_wait_for_room(self, store: ChunkStore, slow: HeldTier):
+        chunks = [store.encode(key, cache()) for key in KEYS[:3]]
+        for chunk in chunks[:2]:
+            assert store.write(chunk)
+        waiting = threading.Thread(target=store.write, args=(chunks[2], 20.0))
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive()
+        slow.let_through.set()
+        waiting.join(20)
+        assert store.flush(20)
+        assert slow.sizes([KEYS[2].object(Part.ANCHOR)]) != [None]
 
     def test_what_is_removed_does_not_come_back(self, store: ChunkStore, slow: HeldTier):
         for key in KEYS[:2]:

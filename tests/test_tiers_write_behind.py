@@ -117,3 +117,32 @@ def test_two_workers_run_two_chunks_at_once():
 def test_limits_below_one_are_refused(size, workers):
     with pytest.raises(InvalidInputError):
         WriteBehind("test", size, workers)
+
+
+def test_a_job_that_will_not_run_is_told(queue, hold):
+    told: list[str] = []
+
+    def submit(i: int, name: str) -> bool:
+        ran, dropped = (lambda: told.append("ran")), (lambda: told.append(name))
+        return queue.submit([anchor(i)], 1, ran, dropped=dropped)
+
+    for i, name in enumerate(("discarded", "twice", "closed")):
+        assert submit(i, name)
+    assert submit(1, "again")
+    assert told == ["again"]
+    queue.discard([chunk(0)])
+    assert told == ["again", "discarded"]
+    assert queue.close(0) == 2
+    assert sorted(told[2:]) == ["closed", "twice"]
+    assert not submit(5, "refused")
+    assert len(told) == 4
+
+
+def test_close_ends_the_threads():
+    before = threading.active_count()
+    queue = WriteBehind("ending", 100, workers=2)
+    for i in range(4):
+        queue.submit([anchor(i)], 1, lambda: None)
+    assert threading.active_count() > before
+    assert queue.close(WAIT) == 0
+    assert threading.active_count() == before

@@ -18,6 +18,7 @@ in Lynx's metrics and logged at most every 30 s.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 import weakref
@@ -37,6 +38,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from .. import metrics
+from ..config import LynxConfig
 from ..errors import InvalidInputError, UnsupportedError
 from ..keys import CacheIdentity, ChunkKey
 from ..layout import KVLayout
@@ -98,6 +100,11 @@ class LynxBackend(StoragePluginInterface):
             settings.config, self._layout, metadata.world_size, metadata.worker_id
         )
         self._codec = self._store.codec.spec.fingerprint
+        if "PYTHONHASHSEED" not in os.environ and _is_shared(settings.config):
+            logger.warning(
+                "PYTHONHASHSEED is not set: LMCache's keys are others in every process, so that "
+                "none finds what another stored; export PYTHONHASHSEED=0 for all of them"
+            )
         # Waiting chunks lie in LMCache's own memory, which must not run out for it.
         pool_bytes = int(config.max_local_cpu_size * 1024**3)
         self._puts = WriteBehind("lynx-lmcache-put", max(1, pool_bytes // 2), workers=1)
@@ -392,6 +399,11 @@ def _check_mode(config: Any, metadata: Any, local_cpu_backend: Any) -> None:
             "Lynx reads into LMCache's CPU memory: set max_local_cpu_size above 0 (local_cpu may "
             "be false)"
         )
+
+
+def _is_shared(config: LynxConfig) -> bool:
+    """Whether a tier outlives the process, or is another's."""
+    return bool(config.nvme.path or config.redis.url or config.peers.nodes)
 
 
 def _close_first(pool: Any, stop: Callable[[], None]) -> None:

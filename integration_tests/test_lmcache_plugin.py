@@ -1,0 +1,390 @@
+"""Lynx inside a real LMCache engine: what a request gets, and what it gets when things fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _redis_servers import Server, needs_redis, running, wait_until
+
+from lynx_backend.errors import UnsupportedError
+
+from _lmcache import CHUNK, PLUGIN, assert_same, cache, engine, q_full  # isort: skip
+from lynx_backend.integrations import lmcache_plugin  # isort: skip
+
+TOKENS = list(range(5, 5 + 3 * CHUNK + 40))  # three chunks, and a rest that is not stored
+FULL = 3 * CHUNK
+
+
+def nvme(folder: Path, **settings: Any) -> dict[str, Any]:
+    given = {"path": str(folder), "max_bytes": "64MiB", **settings}
+    return {"memory": {"enabled": False}, "nvme": given}
+
+
+def errors(kind: str) -> float:
+    from prometheus_client import REGISTRY
+
+    return REGISTRY.get_sample_value("lynx_errors_total", {"kind": kind}) or 0.0
+
+
+@pytest.mark.parametrize("local_cpu", [False, True])
+def test_a_second_process_loads_what_the_first_stored(tmp_path, local_cpu):
+    """An engine of its own stands for the process: keys and objects are all that they share."""
+    kv = cache(len(TOKENS))
+    with engine(tmp_path, nvme(tmp_path / "kv"), local_cpu=local_cpu) as first:
+        assert first.lookup(TOKENS) == 0
+        first.store(TOKENS, kv)
+        assert first.lookup(TOKENS) == FULL
+        if not local_cpu:
+            assert first.pool_bytes_in_use() == 0
+    with engine(tmp_path, nvme(tmp_path / "kv"), local_cpu=local_cpu) as second:
+        assert second.lookup(TOKENS) == FULL
+        assert_same(second.request(TOKENS), q_full(kv, FULL))
+        # With local_cpu the second load comes from LMCache's own memory: no worse, no better.
+        assert_same(second.request(TOKENS), q_full(kv, FULL))
+        other = [*TOKENS[:CHUNK], 1, *TOKENS[CHUNK + 1 :]]
+        assert_same(second.request(other), q_full(kv, CHUNK))
+        if not local_cpu:
+            assert second.pool_bytes_in_use() == 0
+
+
+def test_a_last_chunk_may_be_short(tmp_path):
+    kv = cache(len(TOKENS))
+    settings = {"save_unfull_chunk": True}
+    with engine(tmp_path, {}, **settings) as one:
+        one.store(TOKENS, kv)
+        assert one.lookup(TOKENS) == len(TOKENS)
+        assert_same(one.request(TOKENS), q_full(kv, len(TOKENS)))
+
+
+def test_storing_does_not_wait_for_a_tier(tmp_path, monkeypatch):
+    """The worker is stopped in the middle of a write; the engine's thread goes on."""
+    kv = cache(len(TOKENS))
+    stopped, go_on = threading.Event(), threading.Event()
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        (tier,) = one.lynx._store.tiers
+        put = tier.put
+
+        def slow(*args: Any) -> None:
+            stopped.set()
+            assert go_on.wait(60)
+            put(*args)
+
+        monkeypatch.setattr(tier, "put", slow)
+        one.store(TOKENS, kv, flush=False)
+        assert stopped.wait(60)
+        one.store(list(range(9000, 9000 + CHUNK)), kv[:, :, :CHUNK], flush=False)
+        go_on.set()
+        one.store(TOKENS, kv)
+        assert one.lookup(TOKENS) == FULL
+
+
+def test_what_has_no_room_in_the_queue_is_skipped_and_counted(tmp_path, monkeypatch):
+    kv = cache(len(TOKENS))
+    before = errors("PutQueueFull")
+    go_on = threading.Event()
+    with engine(tmp_path, {}, max_local_cpu_size=0.003) as one:  # room for six chunks
+        encode = one.lynx._store.encode
+
+        def slow(*args: Any) -> Any:
+            assert go_on.wait(60)
+            return encode(*args)
+
+        monkeypatch.setattr(one.lynx._store, "encode", slow)
+        one.store(TOKENS, kv, flush=False)
+        one.store(list(range(9000, 9000 + CHUNK)), kv[:, :, :CHUNK], flush=False)
+        assert errors("PutQueueFull") - before == 1
+        go_on.set()
+        assert one.lynx._puts.flush(60)
+        assert one.lookup(TOKENS) == FULL
+        assert one.pool_bytes_in_use() == 0
+
+
+def test_async_loading_gives_the_chunks_up_to_the_first_miss(tmp_path):
+    kv = cache(len(TOKENS))
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+        keys = [key for _, _, key in one.lmcache.token_database.process_tokens(TOKENS[:FULL])]
+        loop = one.lmcache.storage_manager.loop
+
+        def run(coroutine: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+
+        assert run(one.lynx.batched_async_contains("a", keys, pin=True)) == 3
+        found = run(one.lynx.batched_get_non_blocking("a", keys, {"cum_chunk_lengths": [0]}))
+        wanted = q_full(kv, FULL)
+        for i, obj in enumerate(found):
+            assert_same(obj.tensor, wanted[:, :, i * CHUNK : (i + 1) * CHUNK])
+            obj.ref_count_down()
+        assert one.lynx.remove(keys[1])
+        assert not one.lynx.remove(keys[1])
+        assert run(one.lynx.batched_async_contains("b", keys, pin=True)) == 1
+        found = run(one.lynx.batched_get_non_blocking("b", keys))
+        assert len(found) == 1
+        found[0].ref_count_down()
+        assert one.pool_bytes_in_use() == 0
+
+
+# -- what must not be found ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "another-model"},
+        {"rank": 1, "world_size": 2},
+        {"lynx": {"namespace": "v2"}},
+        {"lynx": {"codec": {"profile": "linear"}}},
+        {"lynx": {"codec": {"residual_bits": 3}}},
+    ],
+    ids=str,
+)
+def test_another_models_cache_is_a_miss(tmp_path, other):
+    kv = cache(len(TOKENS))
+    shared = nvme(tmp_path / "kv")
+    with engine(tmp_path, shared) as first:
+        first.store(TOKENS, kv)
+    changed = dict(other)
+    with engine(tmp_path, shared | changed.pop("lynx", {}), **changed) as second:
+        assert second.lookup(TOKENS) == 0
+        assert second.request(TOKENS).isnan().all()
+    with engine(tmp_path, shared) as first:
+        assert first.lookup(TOKENS) == FULL
+
+
+def test_tensor_parallel_ranks_share_a_folder_and_nothing_else(tmp_path):
+    caches = [cache(len(TOKENS), seed=rank) for rank in range(2)]
+    for rank, kv in enumerate(caches):
+        with engine(tmp_path, nvme(tmp_path / "kv"), rank=rank, world_size=2) as one:
+            one.store(TOKENS, kv)
+    for rank, kv in enumerate(caches):
+        with engine(tmp_path, nvme(tmp_path / "kv"), rank=rank, world_size=2) as one:
+            assert_same(one.request(TOKENS), q_full(kv, FULL))
+
+
+def test_tags_separate_tenants_and_adapters(tmp_path):
+    with engine(tmp_path, {}) as one:
+        database = one.lmcache.token_database
+        keys = {
+            one.lynx._key(next(iter(database.process_tokens(TOKENS, request_configs=configs)))[2])
+            for configs in (None, {"lmcache.tag.lora": "a"}, {"lmcache.tag.lora": "b"})
+        }
+        assert len(keys) == 3
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def objects(folder: Path) -> list[Path]:
+    return [f for part in "01" for f in folder.rglob(f"*.{part}")]
+
+
+def damage(folder: Path) -> int:
+    """Flip one bit in the middle of every object; how many there are."""
+    files = objects(folder)
+    for file in files:
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+    return len(files)
+
+
+def test_damaged_objects_are_misses_and_then_replaced(tmp_path):
+    kv = cache(len(TOKENS))
+    before = errors("CorruptObjectError")
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+    assert damage(tmp_path / "kv") == 6
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        assert one.request(TOKENS).isnan().all()
+        assert one.lookup(TOKENS) == 0
+        assert errors("CorruptObjectError") > before
+        one.store(TOKENS, kv)
+        assert_same(one.request(TOKENS), q_full(kv, FULL))
+        assert one.pool_bytes_in_use() == 0
+
+
+def test_what_a_tier_has_and_nobody_can_read_is_stored_again(tmp_path):
+    """Objects of a format to come: whole, under the right names, and of no use to this version."""
+    import xxhash
+
+    from lynx_backend import wire
+
+    kv = cache(len(TOKENS))
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+        (tier,) = one.lynx._store.tiers
+        for name in list(tier.names()):
+            raw = bytearray(tier.get(name))
+            raw[8] += 1
+            raw[wire.HEADER_BYTES - 8 : wire.HEADER_BYTES] = xxhash.xxh3_64_digest(
+                raw[: wire.HEADER_BYTES - 8]
+            )
+            tier.put(name, bytes(raw))
+        assert one.request(TOKENS).isnan().all()
+        assert one.lookup(TOKENS) == 0
+        one.store(TOKENS, kv)
+        assert_same(one.request(TOKENS), q_full(kv, FULL))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_disk_costs_the_cache_and_no_request(tmp_path):
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1800k", "none", str(place)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a file system here: {done.stderr.strip()}")
+    try:
+        kv = cache(len(TOKENS))
+        lynx = nvme(place, min_free_bytes=0)
+        with engine(tmp_path, lynx) as one:
+            for i in range(3):
+                one.store([i, *TOKENS], torch.cat([kv, kv[:, :, :1]], 2))
+            assert 0 < sum(one.lookup([i, *TOKENS]) for i in range(3)) < 3 * FULL
+            found = one.request([0, *TOKENS])
+            assert found.isnan().all() or not found[:, :, :CHUNK].isnan().any()
+            assert one.pool_bytes_in_use() == 0
+        assert errors("TierFullError") + errors("TierError") + errors("TierUnavailableError") > 0
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@needs_redis
+def test_redis_killed_between_lookup_and_load(tmp_path):
+    kv = cache(len(TOKENS))
+    with running(Server(tmp_path / "redis")) as server:
+        lynx = {
+            "memory": {"enabled": False},
+            "redis": {"url": server.url, "timeout_seconds": 0.5, "retries": 0},
+        }
+        with engine(tmp_path, lynx) as one:
+            one.store(TOKENS, kv)
+            assert_same(one.request(TOKENS), q_full(kv, FULL))
+            retrieve = one.lmcache.retrieve
+
+            def killed(*args: Any, **kwargs: Any) -> Any:
+                server.kill()
+                return retrieve(*args, **kwargs)
+
+            one.lmcache.retrieve = killed
+            assert one.request(TOKENS).isnan().all()
+            one.lmcache.retrieve = retrieve
+            start = time.monotonic()
+            for i in range(10):
+                one.store([i, *TOKENS], torch.cat([kv, kv[:, :, :1]], 2), flush=False)
+                assert one.lookup([i, *TOKENS]) == 0
+            assert time.monotonic() - start < 10
+            one.store(TOKENS, kv)
+            server.start()
+            # What was lost with the server is computed and stored again, once it is asked for.
+            wait_until(lambda: one.store(TOKENS, kv) or one.lookup(TOKENS) == FULL, 30)
+            assert_same(one.request(TOKENS), q_full(kv, FULL))
+
+
+def test_no_room_in_lmcaches_memory_is_a_miss(tmp_path, monkeypatch):
+    monkeypatch.setattr(lmcache_plugin, "_ALLOCATE_SECONDS", 0.05)
+    kv = cache(len(TOKENS))
+    before = errors("NoHostMemory")
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+    with engine(tmp_path, nvme(tmp_path / "kv"), max_local_cpu_size=0.0012) as one:
+        assert_same(one.request(TOKENS), q_full(kv, 2 * CHUNK))
+        assert errors("NoHostMemory") > before
+        assert one.lookup(TOKENS) == FULL  # it is there all the same
+        assert one.pool_bytes_in_use() == 0
+
+
+def test_a_cache_of_nan_is_not_stored(tmp_path):
+    kv = cache(len(TOKENS))
+    kv[:, :, CHUNK + 5] = float("nan")
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+        assert one.lookup(TOKENS) == CHUNK
+        assert one.pool_bytes_in_use() == 0
+
+
+# -- start and end ---------------------------------------------------------------------------------
+
+
+def lynx_threads() -> list[str]:
+    """Those that belong to one backend; the codec's pool is shared by the process."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("lynx-") and "codec" not in name]
+
+
+def test_close_ends_every_thread(tmp_path):
+    before = lynx_threads()
+    with engine(tmp_path, {"nvme": {"path": str(tmp_path / "kv")}}) as one:
+        one.store(TOKENS, cache(len(TOKENS)), flush=False)
+        one.lookup(TOKENS)
+        assert len(lynx_threads()) > len(before)
+    assert lynx_threads() == before
+
+
+def test_a_process_that_closes_nothing_ends_and_keeps_what_it_stored(tmp_path):
+    """vLLM does not close LMCache in-process."""
+    script = f"""
+import sys, pathlib
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from _lmcache import *
+made = engine(pathlib.Path({str(tmp_path)!r}), {nvme(tmp_path / "kv")!r})
+one = made.__enter__()
+kept = [made]  # else the generator would be closed
+one.store({TOKENS!r}, cache(len({TOKENS!r})), flush=False)
+import lmcache.v1.cache_engine
+"""
+    run = {**os.environ, "PYTHONHASHSEED": "0"}
+    subprocess.run([sys.executable, "-c", script], env=run, check=True, timeout=120)
+    assert len(objects(tmp_path / "kv")) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "lynx", "message"),
+    [
+        ({"use_layerwise": True}, {}, "use_layerwise"),
+        ({}, {"nvem": {}}, "nvme"),
+        ({}, {"codec": {"calibration": "/no/such/file"}}, "/no/such/file"),
+    ],
+)
+def test_what_cannot_work_is_one_message_at_start(tmp_path, settings, lynx, message, caplog):
+    with caplog.at_level("ERROR"), engine(tmp_path, lynx, **settings) as one:
+        assert not one.has_lynx
+        if not settings:
+            one.store(TOKENS, cache(len(TOKENS)))
+            assert one.lookup(TOKENS) == 0
+
+
+def test_unseeded_keys_are_a_warning_where_tiers_outlive_the_process(tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with engine(tmp_path, {}):
+        assert "export PYTHONHASHSEED" not in _own(caplog)
+    with engine(tmp_path, nvme(tmp_path / "kv")):
+        assert "export PYTHONHASHSEED" in _own(caplog)
+
+
+def _own(caplog: pytest.LogCaptureFixture) -> str:
+    return "".join(r.getMessage() for r in caplog.records if r.name.startswith("lynx_backend"))
+
+
+def test_another_interface_is_one_message_at_start(tmp_path, monkeypatch):
+    from lmcache.v1.metadata import LMCacheMetadata
+
+    monkeypatch.setitem(lmcache_plugin._USED, LMCacheMetadata, ("kv_shape", "kv_geometry"))
+    with pytest.raises(UnsupportedError, match=r"LMCacheMetadata.kv_geometry is gone.*0\.5\.6"):
+        lmcache_plugin.LynxBackend()
+    with engine(tmp_path, {}) as one:
+        assert not one.has_lynx
+
+
+def test_the_plugin_is_named_as_documented():
+    module, name = PLUGIN.values()
+    assert getattr(sys.modules[module], name) is lmcache_plugin.LynxBackend
