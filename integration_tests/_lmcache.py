@@ -77,8 +77,7 @@ class Engine:
         slots = torch.arange(len(tokens))
         self.lmcache.store(torch.tensor(tokens), kvcaches=kv, slot_mapping=slots)
         if flush and self.has_lynx:
-            assert self.lynx._puts.flush(60)
-            assert self.lynx._store.flush(60)
+            assert self.lynx.flush(60)
 
     def lookup(self, tokens: list[int]) -> int:
         """How many tokens from the first on LMCache would load."""

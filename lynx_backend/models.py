@@ -81,6 +81,23 @@ def cache_dir() -> Path:
     return Path(os.environ.get("LYNX_CACHE_DIR") or Path.home() / ".cache" / "lynx")
 
 
+def model_folder(name_or_path: str | os.PathLike[str]) -> Path:
+    """The folder that :func:`load_model` loads from; a packaged model is converted first.
+
+    Raises:
+        as :func:`load_model`.
+    """
+    _require("transformers")
+    name = os.fspath(name_or_path)
+    folder = _converted(name, PACKAGED[name]) if name in PACKAGED else Path(name)
+    if not (folder / "config.json").is_file():
+        raise InvalidInputError(
+            f"no model at {name!r}: expected one of {', '.join(PACKAGED)} or a folder that holds a "
+            "causal LM in Hugging Face format (config.json, *.safetensors, tokenizer files)"
+        )
+    return folder
+
+
 def load_model(
     name_or_path: str | os.PathLike[str], dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Any]:
@@ -102,14 +119,7 @@ def load_model(
         ConfigError: the cache directory cannot be written.
         CorruptObjectError: an installed package holds other bytes than were published.
     """
-    _require("transformers")
-    name = os.fspath(name_or_path)
-    folder = _converted(name, PACKAGED[name]) if name in PACKAGED else Path(name)
-    if not (folder / "config.json").is_file():
-        raise InvalidInputError(
-            f"no model at {name!r}: expected one of {', '.join(PACKAGED)} or a folder that holds a "
-            "causal LM in Hugging Face format (config.json, *.safetensors, tokenizer files)"
-        )
+    folder = model_folder(name_or_path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _LOG.info("loading %s", folder)

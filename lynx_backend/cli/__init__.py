@@ -11,7 +11,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigError, LynxError
-from . import bench, calibrate, check, demo, inspect, serve
+from . import bench, calibrate, check, demo, demo_vllm, inspect, serve
 
 app = typer.Typer(
     name="lynx",
@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command("demo")(demo.demo)
+app.command("demo-vllm")(demo_vllm.demo_vllm)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("serve")(serve.serve)

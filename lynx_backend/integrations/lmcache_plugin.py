@@ -320,6 +320,10 @@ class LynxBackend(StoragePluginInterface):
             self._store.remove(ours)
         return there
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything handed over so far is written to all tiers; whether it is."""
+        return self._puts.flush(timeout) and self._store.flush(timeout)
+
     def get_allocator_backend(self) -> Any:
         return self.local_cpu_backend
 

@@ -1,0 +1,236 @@
+"""One vLLM engine in a process of its own: requests in, numbers out. For demos, tests, benchmarks.
+
+``python -m lynx_backend.integrations.vllm_request JOB RESULT``, both JSON files. :func:`run` starts
+it. The job is what :class:`Job` says, the result one mapping for each prompt, see :class:`Answer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsupportedError
+
+#: What vLLM is told to load LMCache with on a CPU.
+CPU_CONNECTOR = {
+    "kv_connector": "LMCacheConnectorCPU",
+    "kv_connector_module_path": "lynx_backend.integrations.lmcache_cpu",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+_WARM_UP = [1] * 40  # too short for LMCache to store
+
+
+@dataclass
+class Job:
+    """What one process does.
+
+    Attributes:
+        model: folder of the model.
+        prompts: token ids of each, one request after the other.
+        new_tokens: to generate for each, greedily.
+        transfer: vLLM's ``KVTransferConfig``; None for vLLM alone.
+        lmcache: LMCache's configuration, as in its file.
+        environment: further variables of the process.
+        logprobs: whether to keep the whole distribution of every new token.
+        settle_seconds: time to let LMCache finish its writes in, after which the process ends by
+            force: LMCache without Lynx does not end by itself. With 0 it ends as any does.
+    """
+
+    model: str
+    prompts: list[list[int]]
+    new_tokens: int = 32
+    transfer: dict[str, Any] | None = None
+    lmcache: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    logprobs: bool = False
+    settle_seconds: float = 0.0
+
+
+@dataclass
+class Answer:
+    """What came of one request.
+
+    Attributes:
+        tokens: the new ones.
+        first_token_seconds: from the request's arrival.
+        cached_tokens: of the prompt, from wherever.
+        external_hits: tokens of all prompts so far that the connector gave.
+        own_hits: tokens of all prompts so far that vLLM had itself.
+        store_seconds, retrieve_seconds: for how long LMCache kept the engine waiting.
+        logprobs: [new tokens, vocabulary], if asked for.
+    """
+
+    tokens: list[int]
+    first_token_seconds: float
+    cached_tokens: int
+    external_hits: int
+    own_hits: int
+    store_seconds: float
+    retrieve_seconds: float
+    logprobs: list[list[float]] | None = None
+
+
+@dataclass
+class Result:
+    """What came of a job.
+
+    Attributes:
+        answers: one for each prompt.
+        written: bytes put into each of Lynx's tiers.
+        errors: of Lynx, by kind.
+    """
+
+    answers: list[Answer]
+    written: dict[str, int]
+    errors: dict[str, int]
+
+
+def run(
+    job: Job, seconds: float = 600.0, log: Path | None = None, python: str = sys.executable
+) -> Result:
+    """Run a job in a new process.
+
+    Args:
+        seconds: most time it may take.
+        log: where the process writes what it prints; by default that is shown only if it fails.
+        python: of an environment that has vLLM.
+
+    Raises:
+        UnsupportedError: it failed, or took too long; the message has the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="lynx-vllm-") as folder:
+        paths = [Path(folder) / name for name in ("job.json", "result.json", "lmcache.yaml", "log")]
+        given, result, settings, default_log = paths
+        given.write_text(json.dumps(asdict(job)))
+        settings.write_text(json.dumps(job.lmcache))  # JSON is YAML
+        env = {
+            **os.environ,
+            "PYTHONHASHSEED": "0",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_CONFIG_FILE": str(settings),
+            **job.environment,
+        }
+        log = log or default_log
+        command = [python, "-m", __name__, str(given), str(result)]
+        with log.open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, env=env, stdout=out, stderr=out, timeout=seconds)
+        if not result.exists():
+            tail = log.read_text(errors="replace")[-3000:]
+            raise UnsupportedError(f"vLLM did not answer; the end of what it printed:\n{tail}")
+        found = json.loads(result.read_text())
+        answers = [Answer(**each) for each in found.pop("answers")]
+        return Result(answers, **found)
+
+
+def _main(job: Job) -> Result:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    llm = LLM(
+        model=job.model,
+        dtype="float32",  # bfloat16 is many times slower on CPUs without instructions for it
+        max_model_len=max(map(len, job.prompts)) + job.new_tokens + 1,
+        enforce_eager=True,
+        disable_log_stats=False,
+        max_logprobs=-1 if job.logprobs else 20,
+        kv_transfer_config=KVTransferConfig(**job.transfer) if job.transfer else None,
+    )
+    waited = _time_lmcache() if job.transfer else {"store": 0.0, "retrieve": 0.0}
+    sampling = SamplingParams(temperature=0, max_tokens=job.new_tokens, ignore_eos=True)
+    if job.logprobs:
+        sampling.logprobs = -1
+    short = SamplingParams(temperature=0, max_tokens=2)
+    llm.generate([{"prompt_token_ids": _WARM_UP}], short, use_tqdm=False)
+    answers = []
+    for prompt in job.prompts:
+        before = dict(waited)
+        (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        answers.append(
+            Answer(
+                tokens=list(out.outputs[0].token_ids),
+                first_token_seconds=out.metrics.first_token_latency,
+                cached_tokens=out.num_cached_tokens,
+                external_hits=int(counts["vllm:external_prefix_cache_hits"]),
+                own_hits=int(counts["vllm:prefix_cache_hits"]),
+                store_seconds=waited["store"] - before["store"],
+                retrieve_seconds=waited["retrieve"] - before["retrieve"],
+                logprobs=_logprobs(out.outputs[0].logprobs) if job.logprobs else None,
+            )
+        )
+    _flush()
+    return Result(answers, _counts("lynx_bytes_total", "tier", direction="in"), _errors())
+
+
+def _time_lmcache() -> dict[str, float]:
+    """From now on, the seconds spent in LMCache's engine, by method."""
+    from lmcache.v1.cache_engine import LMCacheEngine
+
+    spent = {"store": 0.0, "retrieve": 0.0}
+
+    def timed(name: str) -> None:
+        method = getattr(LMCacheEngine, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        setattr(LMCacheEngine, name, call)
+
+    for name in spent:
+        timed(name)
+    return spent
+
+
+def _logprobs(found: Any) -> list[list[float]]:
+    return [[each[i].logprob for i in range(len(each))] for each in found]
+
+
+def _flush() -> None:
+    """Wait for what Lynx, if LMCache loaded it, has still to write, so that it is counted."""
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+    for engine in LMCacheEngineBuilder._instances.values():
+        if (lynx := engine.storage_manager.storage_backends.get("lynx")) is not None:
+            lynx.flush(60.0)
+
+
+def _errors() -> dict[str, int]:
+    return _counts("lynx_errors_total", "kind")
+
+
+def _counts(metric: str, label: str, **wanted: str) -> dict[str, int]:
+    from prometheus_client import REGISTRY
+
+    found: dict[str, int] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name == metric and wanted.items() <= sample.labels.items():
+                name = sample.labels[label]
+                found[name] = found.get(name, 0) + int(sample.value)
+    return found
+
+
+if __name__ == "__main__":
+    _job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    _result = _main(_job)
+    Path(sys.argv[2]).write_text(json.dumps(asdict(_result)))
+    if _job.settle_seconds:
+        time.sleep(_job.settle_seconds)
+        os._exit(0)
