@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import metrics
 from ..errors import UnsupportedError
 
 #: What vLLM is told to load LMCache with on a CPU.
@@ -216,10 +217,8 @@ def _errors() -> dict[str, int]:
 
 
 def _counts(metric: str, label: str, **wanted: str) -> dict[str, int]:
-    from prometheus_client import REGISTRY
-
     found: dict[str, int] = {}
-    for family in REGISTRY.collect():
+    for family in metrics.REGISTRY.collect():
         for sample in family.samples:
             if sample.name == metric and wanted.items() <= sample.labels.items():
                 name = sample.labels[label]
