@@ -32,6 +32,9 @@ else:
 
             def observe(self, amount: float) -> None: ...
 
+            def collect(self) -> tuple[()]:
+                return ()
+
         REGISTRY = _Ignored()
         Counter = Gauge = Histogram = _Ignored
 
@@ -144,6 +147,22 @@ ANCHOR_LEAD_SECONDS = _register(
     "Time by which a request's last anchor arrived before its last residual",
     buckets=(1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
 )
+
+
+def counts(metric: str, label: str, **wanted: str) -> dict[str, int]:
+    """A counter's values in this process, summed up for each value of one label.
+
+    Args:
+        metric: its name, with ``_total``.
+        wanted: values that other labels must have.
+    """
+    found: dict[str, int] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name == metric and wanted.items() <= sample.labels.items():
+                name = sample.labels[label]
+                found[name] = found.get(name, 0) + int(sample.value)
+    return found
 
 
 def serve(port: int) -> None:

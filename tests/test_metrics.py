@@ -74,3 +74,15 @@ def test_a_second_import_under_fresh_modules_shares_the_metrics(monkeypatch):
     again = importlib.import_module("lynx_backend.metrics")
     assert again is not metrics
     assert again.OBJECTS is metrics.OBJECTS
+
+
+def test_counts_are_summed_over_the_other_labels():
+    for part, tier, direction, size in (
+        ("anchor", "counts-a", "in", 3),
+        ("residual", "counts-a", "in", 4),
+        ("anchor", "counts-a", "out", 100),
+        ("anchor", "counts-b", "in", 5),
+    ):
+        metrics.BYTES.labels(part, tier, direction).inc(size)
+    found = metrics.counts("lynx_bytes_total", "tier", direction="in")
+    assert (found["counts-a"], found["counts-b"]) == (7, 5)

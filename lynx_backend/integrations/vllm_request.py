@@ -173,7 +173,8 @@ def _main(job: Job) -> Result:
             )
         )
     _flush()
-    return Result(answers, _counts("lynx_bytes_total", "tier", direction="in"), _errors())
+    written = metrics.counts("lynx_bytes_total", "tier", direction="in")
+    return Result(answers, written, metrics.counts("lynx_errors_total", "kind"))
 
 
 def _time_lmcache() -> dict[str, float]:
@@ -210,20 +211,6 @@ def _flush() -> None:
     for engine in LMCacheEngineBuilder._instances.values():
         if (lynx := engine.storage_manager.storage_backends.get("lynx")) is not None:
             lynx.flush(60.0)
-
-
-def _errors() -> dict[str, int]:
-    return _counts("lynx_errors_total", "kind")
-
-
-def _counts(metric: str, label: str, **wanted: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for family in metrics.REGISTRY.collect():
-        for sample in family.samples:
-            if sample.name == metric and wanted.items() <= sample.labels.items():
-                name = sample.labels[label]
-                found[name] = found.get(name, 0) + int(sample.value)
-    return found
 
 
 if __name__ == "__main__":
