@@ -55,6 +55,14 @@ def test_lynx_takes_its_settings():
     assert config.redis.url == "redis://redis:6379"
 
 
+def test_lynx_takes_the_servers_settings():
+    (word,) = (w for w in compose()["services"]["lmcache"]["command"] if "l2-adapter" in w)
+    adapter = json.loads(word[word.find("{") :])
+    params = adapter["adapter_params"]
+    assert params.pop("kv_cache") == {"head_dim": 128}
+    assert Settings.load(params).config.nvme.path == "/mnt/lynx"
+
+
 def test_the_dashboard_shows_metrics_that_there_are():
     prometheus = pytest.importorskip("prometheus_client")
     from lynx_backend import metrics
