@@ -118,9 +118,9 @@ def test_a_full_disk(prompt, stored, tmp_path):
     _, tokens = stored
     place = tmp_path / "small"
     place.mkdir()
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(place)], check=True
-    )  # one chunk is 3 MB
+    # A chunk has two objects of 1.6 MB.
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)]
+    subprocess.run(mount, check=True)
     try:
         result = ask(prompt, nvme(place), tmp_path / "log")
     finally:

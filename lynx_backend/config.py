@@ -142,6 +142,7 @@ class CodecConfig(_Section):
         page_tokens: tokens of one page.
         exact_tokens: most tokens of one object kept unquantized.
         calibration: path of the model's calibration file, made by ``lynx calibrate``.
+        threads: that share the work on one chunk; None leaves it to whoever makes the codec.
     """
 
     profile: str = "adaptive"
@@ -152,6 +153,7 @@ class CodecConfig(_Section):
     page_tokens: int | None = None
     exact_tokens: int | None = None
     calibration: str | None = None
+    threads: int | None = _number(None, above=0)
 
 
 @dataclass(frozen=True)

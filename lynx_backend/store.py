@@ -417,12 +417,12 @@ def codec_from_config(config: CodecConfig) -> Codec:
         InvalidInputError: a number is out of range.
     """
     given = {name: value for name, value in vars(config).items() if value is not None}
-    path = given.pop("calibration", None)
+    path, threads = given.pop("calibration", None), given.pop("threads", None)
     try:
         calibration = None if path is None else Calibration.load(path)
     except OSError as e:
         raise ConfigError(f"cannot read the calibration {path}: {e}") from e
-    codec = Codec(CodecSpec(**given), calibration=calibration)
+    codec = Codec(CodecSpec(**given), threads=threads, calibration=calibration)
     if codec.spec.profile == "adaptive" and calibration is None:
         logger.warning(
             "codec.calibration is not set: anchors have about twice the error they could have at "

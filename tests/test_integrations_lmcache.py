@@ -196,3 +196,13 @@ def test_a_calibration_of_another_model_is_refused_at_start(tmp_path):
     store = open_store(config.config, layout(heads=2), 2, 1)
     assert store.codec.spec.calibration == calibration().fingerprint
     store.close()
+
+
+def test_codec_threads_are_the_cores_whatever_the_engine_made_of_torchs(monkeypatch):
+    given = {"memory": {"max_bytes": 1 << 20}}
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for settings, ranks, threads in (({}, 1, 8), ({}, 4, 2), ({}, 16, 1), ({"threads": 3}, 4, 3)):
+        config = Settings.load({**given, "codec": settings}).config
+        store = open_store(config, layout(), local_ranks=ranks)
+        assert store.codec.threads == threads
+        store.close()

@@ -71,8 +71,9 @@ def _show_settings(console: Console, settings: LynxConfig, spec: CodecSpec) -> N
     table.columns[1].overflow = "fold"
     table.columns[2].no_wrap = True
     for key, value, origin in settings.describe():
-        if value is None and key.startswith("codec.") and key != "codec.calibration":
-            value, origin = getattr(spec, key.removeprefix("codec.")), f"profile {spec.profile}"
+        name = key.removeprefix("codec.")
+        if value is None and name != key and name not in ("calibration", "threads"):
+            value, origin = getattr(spec, name), f"profile {spec.profile}"
         table.add_row(key, "" if value is None else str(value), origin)
     console.print(table)
 

@@ -55,7 +55,14 @@ logger = init_logger(__name__)
 SETTING = "lynx"
 _USED = {
     CacheEngineKey: ("model_name", "world_size", "worker_id", "chunk_hash", "dtype", "tags"),
-    LMCacheMetadata: ("kv_shape", "kv_dtype", "use_mla", "world_size", "worker_id"),
+    LMCacheMetadata: (
+        "kv_shape",
+        "kv_dtype",
+        "use_mla",
+        "world_size",
+        "worker_id",
+        "local_world_size",
+    ),
     LocalCPUBackend: ("allocate", "close"),
     TensorMemoryObj: ("tensor", "get_size", "get_shape", "ref_count_up", "ref_count_down"),
     MemoryFormat: ("KV_2LTD", "KV_MLA_FMT"),
@@ -97,7 +104,11 @@ class LynxBackend(StoragePluginInterface):
         self._format = MemoryFormat.KV_MLA_FMT if metadata.use_mla else MemoryFormat.KV_2LTD
         self._namespace = settings.namespace
         self._store = open_store(
-            settings.config, self._layout, metadata.world_size, metadata.worker_id
+            settings.config,
+            self._layout,
+            metadata.world_size,
+            metadata.worker_id,
+            metadata.local_world_size,
         )
         self._codec = self._store.codec.spec.fingerprint
         if "PYTHONHASHSEED" not in os.environ and _is_shared(settings.config):

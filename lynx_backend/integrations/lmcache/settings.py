@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,11 @@ class Settings:
 
 
 def open_store(
-    config: LynxConfig, layout: KVLayout, world_size: int = 1, rank: int = 0
+    config: LynxConfig,
+    layout: KVLayout,
+    world_size: int = 1,
+    rank: int = 0,
+    local_ranks: int = 1,
 ) -> ChunkStore:
     """The store of one tensor-parallel rank, ready for its first request.
 
@@ -61,6 +66,7 @@ def open_store(
         config: one and the same for all ranks.
         layout: of this rank's cache.
         world_size, rank: which of how many ranks this is.
+        local_ranks: how many of them share this machine's cores.
 
     Raises:
         ConfigError: the calibration is not of this model.
@@ -68,7 +74,9 @@ def open_store(
     """
     codec = codec_from_config(config.codec)
     calibration = rank_calibration(codec.calibration, layout, world_size, rank)
-    codec = Codec(codec.spec, calibration=calibration)
+    # Engines set torch to one thread, which is no measure of the cores there are.
+    threads = config.codec.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    codec = Codec(codec.spec, threads=threads, calibration=calibration)
     # Compiles the kernels, for which else the first request would wait.
     codec.decode(*codec.encode(new_cache(layout.with_tokens(1)).zero_()))
     return ChunkStore.from_config(config, codec=codec)
