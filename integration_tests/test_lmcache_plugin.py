@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ def errors(kind: str) -> float:
     from prometheus_client import REGISTRY
 
     return REGISTRY.get_sample_value("lynx_errors_total", {"kind": kind}) or 0.0
+
+
+def tier_errors() -> float:
+    return sum(map(errors, ("TierFullError", "TierError", "TierUnavailableError")))
 
 
 @pytest.mark.parametrize("local_cpu", [False, True])
@@ -235,25 +240,34 @@ def test_what_a_tier_has_and_nobody_can_read_is_stored_again(tmp_path):
         assert_same(one.request(TOKENS), q_full(kv, FULL))
 
 
+def fill(path: Path) -> None:
+    """Write a file until its file system is full."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_full_disk_costs_the_cache_and_no_request(tmp_path):
     place = tmp_path / "small"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1800k", "none", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(place)]
     done = subprocess.run(mount, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot mount a file system here: {done.stderr.strip()}")
     try:
         kv = cache(len(TOKENS))
-        lynx = nvme(place, min_free_bytes=0)
-        with engine(tmp_path, lynx) as one:
-            for i in range(3):
-                one.store([i, *TOKENS], torch.cat([kv, kv[:, :, :1]], 2))
-            assert 0 < sum(one.lookup([i, *TOKENS]) for i in range(3)) < 3 * FULL
-            found = one.request([0, *TOKENS])
-            assert found.isnan().all() or not found[:, :, :CHUNK].isnan().any()
+        with engine(tmp_path, nvme(place / "kv", min_free_bytes=0)) as one:
+            others = place / "others"
+            fill(others)
+            before = tier_errors()
+            one.store(TOKENS, kv)
+            assert tier_errors() > before
+            assert one.request(TOKENS).isnan().all()
             assert one.pool_bytes_in_use() == 0
-        assert errors("TierFullError") + errors("TierError") + errors("TierUnavailableError") > 0
+            others.unlink()
+            wait_until(lambda: one.store(TOKENS, kv) or one.lookup(TOKENS) == FULL, 30)
+            assert_same(one.request(TOKENS), q_full(kv, FULL))
     finally:
         subprocess.run(["umount", str(place)], check=True)
 
