@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/lmcache.json"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=1450)
-    parser.add_argument("--new", type=int, default=16)
+    parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--texts", default="book,speech,chat_held_out")
     args = parser.parse_args()
     from transformers import AutoTokenizer

@@ -152,7 +152,7 @@ def _main(job: Job) -> Result:
     waited = _time_lmcache() if job.transfer else {"store": 0.0, "retrieve": 0.0}
     sampling = SamplingParams(temperature=0, max_tokens=job.new_tokens, ignore_eos=True)
     if job.logprobs:
-        sampling.logprobs = -1
+        sampling.logprobs, sampling.flat_logprobs, sampling.detokenize = -1, True, False
     short = SamplingParams(temperature=0, max_tokens=2)
     llm.generate([{"prompt_token_ids": _WARM_UP}], short, use_tqdm=False)
     answers = []
@@ -201,7 +201,12 @@ def _time_lmcache() -> dict[str, float]:
 
 
 def _logprobs(found: Any) -> list[list[float]]:
-    return [[each[i].logprob for i in range(len(each))] for each in found]
+    """vLLM's flat lists, in which each position has the whole vocabulary by rank, in its order."""
+    rows = []
+    for start, end in zip(found.start_indices, found.end_indices, strict=True):
+        by_token = dict(zip(found.token_ids[start:end], found.logprobs[start:end], strict=True))
+        rows.append([by_token[token] for token in range(len(by_token))])
+    return rows
 
 
 def _flush() -> None:
