@@ -43,18 +43,20 @@ def ask(
     log: Path,
     model: str | None = None,
     after_start: Callable[[], object] | None = None,
+    **lmcache: Any,
 ) -> Result:
     """One request to a fresh engine.
 
     Args:
         after_start: called once Lynx is loaded, before the request comes.
+        lmcache: settings of LMCache.
     """
     job = Job(
         model or str(model_folder("smollm2")),
         [prompt],
         16,
         CPU_CONNECTOR,
-        _lmcache(lynx),
+        _lmcache(lynx) | lmcache,
         {"PYTHONPATH": str(ROOT)},
     )
     if after_start is not None:
@@ -86,6 +88,13 @@ def stored(prompt, tmp_path_factory) -> tuple[Path, list[int]]:
 def test_a_fresh_process_hits(prompt, stored, tmp_path):
     folder, tokens = stored
     (warm,) = ask(prompt, nvme(folder), tmp_path / "log").answers
+    assert (warm.cached_tokens, warm.external_hits, warm.own_hits) == (HITS, HITS, 0)
+    assert warm.tokens == tokens
+
+
+def test_a_fresh_process_hits_when_lmcache_loads_ahead(prompt, stored, tmp_path):
+    folder, tokens = stored
+    (warm,) = ask(prompt, nvme(folder), tmp_path / "log", enable_async_loading=True).answers
     assert (warm.cached_tokens, warm.external_hits, warm.own_hits) == (HITS, HITS, 0)
     assert warm.tokens == tokens
 
