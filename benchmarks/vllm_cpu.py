@@ -2,11 +2,12 @@
 
     .venv-vllm/bin/python benchmarks/vllm_cpu.py --out out/lmcache.json
 
-Each contestant stores all prompts in one process and loads them in another, from a folder on disk;
-LMCache's own memory cache is off. The reference is vLLM without any cache. Agreement is counted on
-the new tokens; the divergence, KL(reference || contestant) in nats over the whole vocabulary, at
-all positions up to and including the first where the outputs part, as only there both have read the
-same tokens. Store and load are the seconds for which LMCache keeps vLLM waiting.
+Each contestant, a process of its own, stores all prompts, lets vLLM forget them, and loads them
+from a folder on disk; LMCache's own memory cache is off. The reference is vLLM without any cache.
+Agreement is counted on the new tokens; the divergence, KL(reference || contestant) in nats over the
+whole vocabulary, at all positions up to and including the first where the outputs part, as only
+there both have read the same tokens. Store and load are the seconds for which LMCache keeps vLLM
+waiting for one prompt, medians over the prompts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def contestants(calibration: Path | None) -> dict[str, Any]:
     """What differs in LMCache's configuration, from the folder to store in."""
 
     def remote(serde: str) -> Any:
-        return lambda folder: {"remote_url": f"fs://{folder}", "remote_serde": serde}
+        return lambda folder: {"remote_url": f"fs://localhost:0{folder}", "remote_serde": serde}
 
     def lynx(**sections: Any) -> Any:
         def settings(folder: Path) -> dict[str, Any]:
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=1450)
     parser.add_argument("--new", type=int, default=8)
+    parser.add_argument("--settle", type=float, default=30, help="seconds for LMCache's own writes")
     parser.add_argument("--texts", default="book,speech,chat_held_out")
     args = parser.parse_args()
     from transformers import AutoTokenizer
@@ -93,15 +95,13 @@ def main() -> None:
     prompts = [prompt_tokens(tokenizer, TEXTS[n](), args.tokens) for n in args.texts.split(",")]
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
-    def ask(
-        name: str, lmcache: dict[str, Any] | None, settle: float = 0.0, logprobs: bool = True
-    ) -> Result:
-        job = Job(str(folder), prompts, args.new, logprobs=logprobs)
+    def ask(name: str, lmcache: dict[str, Any] | None, settle: float = 0.0) -> Result:
+        job = Job(str(folder), prompts, args.new, logprobs=True)
         if lmcache is not None:
             job.transfer = CPU_CONNECTOR
             job.lmcache = {"chunk_size": 256, "local_cpu": False, "max_local_cpu_size": 1.0}
             job.lmcache.update(lmcache)
-            job.settle_seconds = settle
+            job.settle_seconds, job.passes = settle, 2
         return run(job, seconds=1800, log=args.out.with_suffix(f".{name.replace(' ', '-')}.log"))
 
     reference = ask("reference", None).answers
@@ -119,21 +119,22 @@ def main() -> None:
         for i, (name, settings) in enumerate(contestants(calibration).items()):
             place = Path(temporary) / f"store-{i}"
             place.mkdir()
-            settle = 0.0 if "Lynx" in name else 30.0
-            first = ask(f"{name} store", settings(place), settle, logprobs=False)
+            result = ask(name, settings(place), 0.0 if "Lynx" in name else args.settle)
+            first, second = result.answers[: len(prompts)], result.answers[len(prompts) :]
+            if second[-1].external_hits != whole:
+                raise SystemExit(f"{name} loaded {second[-1].external_hits} tokens of {whole}")
+            compared = [compare(a, b) for a, b in zip(reference, second, strict=True)]
             size = stored_bytes(place)
-            second = ask(f"{name} load", settings(place), min(settle, 1.0))
-            compared = [compare(a, b) for a, b in zip(reference, second.answers, strict=True)]
             rows[name] = {
                 "bytes": size,
                 "of_bf16": size / bf16,
-                "hits": second.answers[-1].external_hits,
-                "store_seconds": statistics.median(a.store_seconds for a in first.answers),
-                "load_seconds": statistics.median(a.retrieve_seconds for a in second.answers),
+                "hits": second[-1].external_hits,
+                "store_seconds": statistics.median(a.store_seconds for a in first),
+                "load_seconds": statistics.median(a.retrieve_seconds for a in second),
                 "same": sum(same for same, _ in compared),
                 "kl": float(np.mean([kl for _, each in compared for kl in each])),
                 "kl_positions": sum(len(each) for _, each in compared),
-                "errors": second.errors,
+                "errors": result.errors,
             }
             print(name, rows[name], flush=True)
     facts = {

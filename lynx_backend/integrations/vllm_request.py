@@ -41,9 +41,10 @@ class Job:
         transfer: vLLM's ``KVTransferConfig``; None for vLLM alone.
         lmcache: LMCache's configuration, as in its file.
         environment: further variables of the process.
-        logprobs: whether to keep the whole distribution of every new token.
-        settle_seconds: time to let LMCache finish its writes in, after which the process ends by
-            force: LMCache without Lynx does not end by itself. With 0 it ends as any does.
+        passes: how often all prompts are asked; in between vLLM forgets its own cache.
+        logprobs: whether to keep the whole distribution of every new token of the last pass.
+        settle_seconds: time to let LMCache finish its writes in after each pass. Then the process
+            ends by force, as LMCache without Lynx does not end by itself. With 0 it ends as any.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Job:
     transfer: dict[str, Any] | None = None
     lmcache: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    passes: int = 1
     logprobs: bool = False
     settle_seconds: float = 0.0
 
@@ -85,7 +87,7 @@ class Result:
     """What came of a job.
 
     Attributes:
-        answers: one for each prompt.
+        answers: one for each prompt, pass by pass.
         written: bytes put into each of Lynx's tiers.
         errors: of Lynx, by kind.
     """
@@ -150,29 +152,34 @@ def _main(job: Job) -> Result:
         kv_transfer_config=KVTransferConfig(**job.transfer) if job.transfer else None,
     )
     waited = _time_lmcache() if job.transfer else {"store": 0.0, "retrieve": 0.0}
-    sampling = SamplingParams(temperature=0, max_tokens=job.new_tokens, ignore_eos=True)
-    if job.logprobs:
-        sampling.logprobs, sampling.flat_logprobs, sampling.detokenize = -1, True, False
     short = SamplingParams(temperature=0, max_tokens=2)
     llm.generate([{"prompt_token_ids": _WARM_UP}], short, use_tqdm=False)
-    answers = []
-    for prompt in job.prompts:
-        before = dict(waited)
-        (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        answers.append(
-            Answer(
-                tokens=list(out.outputs[0].token_ids),
-                first_token_seconds=out.metrics.first_token_latency,
-                cached_tokens=out.num_cached_tokens,
-                external_hits=int(counts["vllm:external_prefix_cache_hits"]),
-                own_hits=int(counts["vllm:prefix_cache_hits"]),
-                store_seconds=waited["store"] - before["store"],
-                retrieve_seconds=waited["retrieve"] - before["retrieve"],
-                logprobs=_logprobs(out.outputs[0].logprobs) if job.logprobs else None,
+    answers: list[Answer] = []
+    for number in range(job.passes):
+        if number:
+            llm.reset_prefix_cache()
+        sampling = SamplingParams(temperature=0, max_tokens=job.new_tokens, ignore_eos=True)
+        with_logprobs = job.logprobs and number == job.passes - 1
+        if with_logprobs:
+            sampling.logprobs, sampling.flat_logprobs, sampling.detokenize = -1, True, False
+        for prompt in job.prompts:
+            before = dict(waited)
+            (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+            counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+            answers.append(
+                Answer(
+                    tokens=list(out.outputs[0].token_ids),
+                    first_token_seconds=out.metrics.first_token_latency,
+                    cached_tokens=out.num_cached_tokens,
+                    external_hits=int(counts["vllm:external_prefix_cache_hits"]),
+                    own_hits=int(counts["vllm:prefix_cache_hits"]),
+                    store_seconds=waited["store"] - before["store"],
+                    retrieve_seconds=waited["retrieve"] - before["retrieve"],
+                    logprobs=_logprobs(out.outputs[0].logprobs) if with_logprobs else None,
+                )
             )
-        )
-    _flush()
+        _flush()
+        time.sleep(job.settle_seconds)
     written = metrics.counts("lynx_bytes_total", "tier", direction="in")
     return Result(answers, written, metrics.counts("lynx_errors_total", "kind"))
 
@@ -223,5 +230,4 @@ if __name__ == "__main__":
     _result = _main(_job)
     Path(sys.argv[2]).write_text(json.dumps(asdict(_result)))
     if _job.settle_seconds:
-        time.sleep(_job.settle_seconds)
         os._exit(0)
