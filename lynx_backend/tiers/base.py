@@ -78,6 +78,11 @@ class Tier(ABC):
     #: whether a call returns without waiting for a device, a network or another process
     in_memory: bool = False
 
+    @property
+    def paused(self) -> tuple[str, ...]:
+        """What the tier is not asked for now because it failed lately, e.g. ``("writing",)``."""
+        return ()
+
     @abstractmethod
     def put(self, name: ObjectName, data: Buffer) -> None:
         """Keep a copy of ``data``; when this returns it is as durable as the tier can make it.

@@ -136,6 +136,13 @@ class GuardedTier(Tier):
         self._closed = False
         self._show(False)
 
+    @property
+    def paused(self) -> tuple[str, ...]:
+        breakers = {
+            "reading": self._reading, "writing": self._writing, "deleting": self._deleting
+        }  # fmt: skip
+        return tuple(what for what, breaker in breakers.items() if breaker.is_open)
+
     def put(self, name: ObjectName, data: Buffer) -> None:
         with self._call(self._writing, self._ignored):
             self._tier.put(name, data)
@@ -176,6 +183,4 @@ class GuardedTier(Tier):
             yield
 
     def _show(self, _: bool) -> None:
-        breakers = (self._reading, self._writing, self._deleting)
-        is_open = any(breaker.is_open for breaker in breakers)
-        metrics.BREAKER_OPEN.labels(self.name).set(float(is_open))
+        metrics.BREAKER_OPEN.labels(self.name).set(float(bool(self.paused)))
