@@ -6,7 +6,7 @@ VLLM_VENV ?= .venv-vllm
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-vllm test lint wheel clean
+.PHONY: demo demo-vllm demo-vllm-mp test lint wheel clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -15,6 +15,9 @@ demo: $(VENV)/.demo
 # Needs Python 3.11 or later. With redis-server on the path, Redis is part of it.
 demo-vllm: $(VLLM_VENV)/.vllm
 	$(VLLM_VENV)/bin/lynx demo-vllm $(ARGS)
+
+demo-vllm-mp: $(VLLM_VENV)/.vllm
+	$(VLLM_VENV)/bin/lynx demo-vllm-mp $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigError, LynxError
-from . import bench, calibrate, check, demo, demo_vllm, inspect, serve
+from . import bench, calibrate, check, demo, demo_vllm, demo_vllm_mp, inspect, serve
 
 app = typer.Typer(
     name="lynx",
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("demo-vllm")(demo_vllm.demo_vllm)
+app.command("demo-vllm-mp")(demo_vllm_mp.demo_vllm_mp)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("serve")(serve.serve)

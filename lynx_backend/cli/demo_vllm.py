@@ -70,7 +70,7 @@ def demo_vllm(
     with tempfile.TemporaryDirectory(prefix="lynx-demo-") as folder, ExitStack() as stack:
         disk = Path(folder) / "nvme"
         with console.status("load the model, calibrate the codec on another text"):
-            place, prompt, elements, calibration = _prepare(model, read_text(text), tokens, out)
+            place, prompt, elements, calibration = prepare(model, read_text(text), tokens, out)
         codec = {"codec": {"calibration": str(calibration)}, "memory": {"enabled": False}}
         tiers: dict[str, dict[str, Any]] = {
             "nvme": {"path": str(disk), "max_bytes": "1GiB", "min_free_bytes": 0}
@@ -121,7 +121,7 @@ def _lmcache(lynx: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prepare(name: str, text: str, count: int, out: Path) -> tuple[Path, list[int], int, Path]:
+def prepare(name: str, text: str, count: int, out: Path) -> tuple[Path, list[int], int, Path]:
     """The model's folder, the prompt, the elements of its whole chunks' cache, a calibration."""
     from ..engines.calibrate import calibrate
     from ..models import load_model, model_folder

@@ -193,6 +193,7 @@ class LynxL2Adapter(L2AdapterInterface):
         self._forget_gone(self._index.chunks(self._index.sizes()))
         if known := self._index.sizes():
             self._notify_keys_stored(list(known), list(known.values()))
+        self._threads["load"].submit(self._compile)
         logger.info(
             "Lynx keeps objects in: %s; %d keys known from before",
             ", ".join(tier.name for tier in self._tiers),
@@ -472,6 +473,16 @@ class LynxL2Adapter(L2AdapterInterface):
         except RuntimeError:  # closed
             tasks.finish(task, failed)
         return task
+
+    def _compile(self) -> None:
+        """Have the codec's kernels ready before a request waits for them: it takes ten seconds."""
+        codec = self._stores.codec
+        known = codec.calibration
+        layers, heads, head_dim = (1, 1, 64) if known is None else known.priority.shape
+        with self._reported("compile"):
+            for dtype in (torch.bfloat16, torch.float32):
+                kv = torch.zeros(2, layers, 32, heads, head_dim, dtype=dtype)
+                codec.decode(*codec.encode(kv))
 
     def _chunk(self, key: ObjectKey, layout: ChunkLayout) -> ChunkKey:
         self._seen[key.model_name, key.kv_rank, key.object_group_id] = layout

@@ -1,0 +1,241 @@
+"""LMCache's server with vLLM on a CPU: Lynx beside what LMCache has itself, and faults.
+
+``compare``: the same prompts through LMCache's file system adapter as it is (naive), through its
+fp8 serde, and through Lynx; each with a first engine that computes and stores, a cleared L1, and a
+fresh engine that loads. ``faults``: requests while something is broken. Needs the environment that
+``make demo-vllm-mp`` makes, and for the faults redis-server and the right to mount.
+
+    .venv-vllm/bin/python benchmarks/lmcache_mp.py compare --out docs/results/lmcache-mp.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lynx_backend import benchmarks
+from lynx_backend.cli.demo_vllm import prepare
+from lynx_backend.integrations.lmcache_server import LMCacheServer, lynx_adapter
+from lynx_backend.integrations.vllm_request import Answer, Job, Result, run
+
+TEXTS = Path(benchmarks.__file__).parent / "data"
+
+
+def prompts_of(model: str, tokens: int, out: Path) -> tuple[str, list[list[int]], Path, int]:
+    """The model's folder, a prompt from each text, a calibration, elements of a prompt's cache."""
+    found = []
+    for name in ("book", "chat_held_out", "speech"):
+        text = (TEXTS / f"{name}.txt").read_text()
+        place, prompt, elements, calibration = prepare(model, text, tokens, out)
+        found.append(prompt)
+    return str(place), found, calibration, elements
+
+
+def size_of(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def agreement(a: Answer, b: Answer) -> tuple[float, float]:
+    """Share of equal tokens, and the KL divergence, both as long as the tokens before are equal."""
+    same = [x == y for x, y in zip(a.tokens, b.tokens, strict=True)]
+    alike = same.index(False) + 1 if False in same else len(same)
+    p, q = (torch.tensor(each.logprobs[:alike], dtype=torch.float64) for each in (a, b))
+    kl = (p.exp() * (p - q)).nan_to_num().sum(-1).mean()
+    return sum(same) / len(same), float(kl)
+
+
+def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    place, prompts, calibration, elements = prompts_of(args.model, args.tokens, args.out.parent)
+
+    def job(transfer: dict[str, Any] | None) -> Job:
+        return Job(place, prompts, args.new, transfer, logprobs=True)
+
+    alone = run(job(None), log=folder / "alone.log")
+    nvme = {"path": str(folder / "lynx"), "max_bytes": "4GiB", "min_free_bytes": 0}
+    adapters = {
+        "LMCache fs, naive": {"type": "fs", "base_path": str(folder / "fs")},
+        "LMCache fs, fp8 serde": {
+            "type": "fs", "base_path": str(folder / "fp8"), "serde": {"type": "fp8"}
+        },
+        "Lynx": lynx_adapter({"nvme": nvme, "codec": {"calibration": str(calibration)}}),
+    }  # fmt: skip
+    rows = {}
+    for name, adapter in adapters.items():
+        kept = Path(nvme["path"] if name == "Lynx" else adapter["base_path"])
+        server = LMCacheServer(adapter, folder / f"{name}.server.log")
+        with server.running():
+            cold = run(job(server.connector()), log=folder / f"{name}.cold.log")
+            server.clear_l1()
+            warm = run(job(server.connector()), log=folder / f"{name}.warm.log")
+            text = server.get("/metrics")
+            agreed = [agreement(*pair) for pair in zip(alone.answers, warm.answers, strict=True)]
+            rows[name] = {
+                "stored_bytes": size_of(kept),
+                "same": statistics.mean(same for same, _ in agreed),
+                "kl": statistics.mean(kl for _, kl in agreed),
+                "cached": [answer.cached_tokens for answer in warm.answers],
+                "cold_seconds": [answer.first_token_seconds for answer in cold.answers],
+                "warm_seconds": [answer.first_token_seconds for answer in warm.answers],
+                "metrics": [
+                    line for line in text.splitlines() if "l2_" in line and "bucket" not in line
+                ],
+                "server_log": [
+                    line for line in server.log.read_text(errors="replace").splitlines()
+                    if "Prefetch request completed" in line
+                ],
+            }  # fmt: skip
+            print(name, rows[name], flush=True)
+    return {
+        "prompts": [len(prompt) for prompt in prompts],
+        "elements": elements * len(prompts),
+        "alone_seconds": [answer.first_token_seconds for answer in alone.answers],
+        "rows": rows,
+    }
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def faults(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    place, prompts, calibration, _ = prompts_of(args.model, args.tokens, args.out.parent)
+    codec = {"calibration": str(calibration)}
+    alone = run(Job(place, prompts, args.new), log=folder / "alone.log")
+    good = folder / "good"
+    nvme = {"path": str(good), "max_bytes": "4GiB", "min_free_bytes": 0}
+    first = LMCacheServer(lynx_adapter({"nvme": nvme, "codec": codec}), folder / "good.log")
+    with first.running():
+        run(Job(place, prompts, args.new, first.connector()), log=folder / "store.log")
+        first.wait_idle()
+
+    def case(
+        name: str, params: dict[str, Any], during: Callable[[LMCacheServer], None] | None = None
+    ) -> dict[str, Any]:
+        server = LMCacheServer(lynx_adapter({"codec": codec, **params}), folder / f"{name}.log")
+        with server.running():
+            watcher = threading.Thread(target=during or (lambda _: None), args=(server,))
+            watcher.start()
+            result = run(
+                Job(place, prompts, args.new, server.connector()), log=folder / f"{name}.engine.log"
+            )
+            watcher.join()
+            server.wait_idle()
+            row = report(server, alone, result)
+        print(name, row, flush=True)
+        return row
+
+    def copy(name: str) -> Path:
+        shutil.copytree(good, folder / name)
+        return folder / name
+
+    def at(path: Path, **more: Any) -> dict[str, Any]:
+        return {"nvme": {**nvme, "path": str(path), **more}}
+
+    rows = {"nothing is wrong": case("fine", at(copy("fine")))}
+
+    damaged = copy("damaged")
+    for path in objects(damaged):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+    rows["every object has a byte flipped"] = case("damaged", at(damaged))
+
+    swapped = copy("swapped")
+    for part in (".0", ".1"):
+        paths = [path for path in objects(swapped) if path.name.endswith(part)]
+        contents = [path.read_bytes() for path in paths]
+        for path, data in zip(paths, [*contents[1:], contents[0]], strict=True):
+            path.write_bytes(data)
+    rows["every object lies under another's name"] = case("swapped", at(swapped))
+
+    rows["the cache of another codec"] = case(
+        "codec", {**at(copy("codec")), "codec": {**codec, "anchor_bits": 3}}
+    )
+    rows["the cache of another model"] = case(
+        "model", {**at(copy("model")), "namespace": "another model"}
+    )
+
+    full = folder / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "lynx", str(full)], check=True)
+    try:
+        rows["the disk is full"] = case("full", at(full / "kv", direct=False))
+    finally:
+        subprocess.run(["umount", "-l", str(full)], check=True)
+
+    redis = folder / "redis.sock"
+    command = ["redis-server", "--port", "0", "--unixsocket", str(redis), "--save", ""]
+    with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        stack.callback(process.kill)
+        while not redis.exists():
+            time.sleep(0.05)
+
+        def kill(server: LMCacheServer) -> None:
+            """Between the first prompt's store and the others'."""
+            while server.metrics("lynx_bytes_total", direction="in") == 0:
+                time.sleep(0.05)
+            process.kill()
+
+        rows["Redis is killed between requests"] = case(
+            "redis", {"redis": {"url": f"unix://{redis}"}}, kill
+        )
+    return {"rows": rows}
+
+
+def objects(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.[01]") if path.is_file())
+
+
+def report(server: LMCacheServer, alone: Result, result: Result) -> dict[str, Any]:
+    answers = result.answers
+    results = ("hit", "corrupt", "mismatch", "miss", "error")
+    return {
+        "answered": len(answers),
+        "same": sum(
+            a.tokens == b.tokens for a, b in zip(alone.answers, answers, strict=True)
+        ),
+        "cached": [answer.cached_tokens for answer in answers],
+        "errors": int(server.metrics("lynx_errors_total")),
+        "gets": {
+            each: int(server.metrics("lynx_objects_total", op="get", result=each))
+            for each in results
+        },
+        "puts": {
+            each: int(server.metrics("lynx_objects_total", op="put", result=each))
+            for each in ("ok", "error")
+        },
+        "healthy": server.status["is_healthy"],
+        "failing": server.status["failing"],
+        "answers": [asdict(answer) for answer in answers],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["compare", "faults"])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=1450)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="lynx-mp-", ignore_cleanup_errors=True) as folder:
+        found = {"compare": compare, "faults": faults}[args.what](args, Path(folder))
+    args.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
