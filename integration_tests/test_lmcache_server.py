@@ -26,7 +26,7 @@ def test_two_engines_a_restart_and_removal(tmp_path):
             assert first.load(1) is None
             cache = first.fill(1)
             assert first.store(1)
-            wait_until(lambda: server.adapter["stored_object_count"] == 2)
+            wait_until(lambda: server.adapter["stored_object_count"] == 2, 60)
             server.clear_l1()
             loaded = second.load(1)
             assert loaded is not None

@@ -99,6 +99,15 @@ def test_a_wrong_guess_is_noticed_and_the_right_one_named(true, wrong):
     assert better_layout(wrong, buffer, LAYERS, TOKENS) == true
 
 
+def test_what_sglang_announces():
+    """All layers' K, then all layers' V, under a shape that could as well be fused layers."""
+    buffer = buffer_of(PLANES, cache())
+    shape = (2 * LAYERS, TOKENS, HEADS * DIM)
+    found = layouts(on_gpu=True, head_dim=DIM, page_layout="planes").of([shape], [torch.float32])
+    assert found.pages == PLANES
+    assert torch.equal(found.unpack(buffer.view(shape)), cache())
+
+
 def test_what_tells_nothing_is_not_refused():
     layout = PageLayout("vllm_cpu", HEADS, DIM, 64)
     for buffer in (torch.zeros(LAYERS * TOKENS * layout.row), torch.ones(LAYERS * 16 * layout.row)):

@@ -479,10 +479,11 @@ class LynxL2Adapter(L2AdapterInterface):
         codec = self._stores.codec
         known = codec.calibration
         layers, heads, head_dim = (1, 1, 64) if known is None else known.priority.shape
+        # Those of the other width, if they are needed, are compiled then.
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         with self._reported("compile"):
-            for dtype in (torch.bfloat16, torch.float32):
-                kv = torch.zeros(2, layers, 32, heads, head_dim, dtype=dtype)
-                codec.decode(*codec.encode(kv))
+            kv = torch.zeros(2, layers, 32, heads, head_dim, dtype=dtype)
+            codec.decode(*codec.encode(kv))
 
     def _chunk(self, key: ObjectKey, layout: ChunkLayout) -> ChunkKey:
         self._seen[key.model_name, key.kv_rank, key.object_group_id] = layout

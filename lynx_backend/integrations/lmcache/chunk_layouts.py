@@ -22,7 +22,7 @@ class CacheGeometry:
 
     Attributes:
         head_dim: elements of a KV head (of a token's latent); by default the calibration's.
-        page_layout: one of :data:`PAGE_LAYOUTS`; by default ``planes`` for a buffer that has two,
+        page_layout: one of :data:`PAGE_LAYOUTS`; by default ``planes`` for a buffer of two,
             else ``fused`` where there is a GPU and ``vllm_cpu`` where there is none.
         block_tokens: tokens of one page of the engine; matters for ``vllm_cpu`` alone.
         layers, tokens, dtype: of a chunk. Only needed for objects that come without a shape, as
@@ -147,8 +147,11 @@ class ChunkLayouts:
                 "set layers, tokens, dtype, head_dim and page_layout in kv_cache"
             )
         two = len(sizes) == 4 and sizes[0] == 2
-        width = sizes[-1] * (2 if two else 1)
         name = geometry.page_layout or ("planes" if two else self._single_plane)
+        if name == "planes" and not two and sizes[-3] % 2 == 0:
+            sizes = [2, sizes[-3] // 2, *sizes[-2:]]  # as SGLang announces them
+            two = True
+        width = sizes[-1] * (2 if two else 1)
         pages = self._pages(name, width)
         fit = plausible(sizes, pages)
         if fit is None:

@@ -18,7 +18,7 @@ from ...errors import InvalidInputError
 
 #: What the names mean, as text for messages and documentation.
 PAGE_LAYOUTS = {
-    "planes": "[2, layers, tokens, kv_heads, head_dim]: K and V apart",
+    "planes": "[2, layers, tokens, kv_heads, head_dim]: all layers' K, then all layers' V (SGLang)",
     "fused": "[layers, tokens, kv_heads, 2, head_dim]: a head's K and V side by side (vLLM, GPU)",
     "vllm_cpu": "[layers, blocks, block row, kv_heads, 2·head_dim]: the pages of vLLM's CPU "
     "backend; a head's block holds K as [head_dim, block], then V as [block, head_dim]",
