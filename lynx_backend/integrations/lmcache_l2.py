@@ -13,6 +13,7 @@ logged at most every 30 s.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener, L2StoreResult
@@ -31,6 +31,11 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj, TensorMemoryObj
 from lmcache.v1.platform import create_event_notifier
+
+try:
+    from lmcache.lmcache_native import Bitmap
+except ImportError:  # LMCache 0.5.3
+    from lmcache.native_storage_ops import Bitmap
 
 from .. import metrics
 from ..config import TieringConfig
@@ -42,7 +47,7 @@ from ..store import new_cache, objects_of
 from ..tiers import TierStats
 from .lmcache.chunk_layouts import CacheGeometry, ChunkLayout, ChunkLayouts
 from .lmcache.key_index import KeyIndex, cursor_of, is_cursor
-from .lmcache.page_layouts import better_layout
+from .lmcache.page_layouts import better_layout, roughness
 from .lmcache.rank_stores import RankStores
 from .lmcache.settings import Settings
 from .lmcache.versions import check_interface, warn_untested
@@ -253,6 +258,8 @@ class LynxL2Adapter(L2AdapterInterface):
         subject = (key.model_name, key.object_group_id, layout)
         if subject not in self._verdicts:
             better = better_layout(layout.pages, buffer, layout.kv.layers, layout.kv.tokens)
+            if better is None and math.isnan(roughness(layout.unpack(buffer))):
+                return  # nothing to tell by
             self._verdicts[subject] = "" if better is None else (
                 f"the cache of {key.model_name} does not lie in memory as {layout.pages}; it looks "
                 f"like {better}: set that in kv_cache. Nothing of this model is stored"
