@@ -2,8 +2,11 @@
 
 ``compare``: the same prompts through LMCache's file system adapter as it is (naive), through its
 fp8 serde, and through Lynx; each with a first engine that computes and stores, a cleared L1, and a
-fresh engine that loads. ``faults``: requests while something is broken. Needs the environment that
-``make demo-vllm-mp`` makes, and for the faults redis-server and the right to mount.
+fresh engine that loads. ``times``: how long storing and loading take in LMCache's storage, in
+alternating rounds of one process. ``faults``: requests while something is broken.
+
+``compare`` and ``faults`` need the environment that ``make demo-vllm-mp`` makes, and the faults
+redis-server and the right to mount; ``times`` needs LMCache alone.
 
     .venv-vllm/bin/python benchmarks/lmcache_mp.py compare --out docs/results/lmcache-mp.json
 """
@@ -104,6 +107,117 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "alone_seconds": [answer.first_token_seconds for answer in alone.answers],
         "rows": rows,
     }
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+def times(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Storing and loading five chunks of a real cache, by LMCache's own controllers.
+
+    Rounds alternate between the adapters, so that all of them see the same machine.
+    """
+    chunks = real_chunks(args.model)
+    _, _, calibration, _ = prompts_of(args.model, 300, args.out.parent)
+    nvme = {"path": str(folder / "lynx"), "max_bytes": "4GiB", "min_free_bytes": 0}
+    lynx = {"nvme": nvme, "codec": {"calibration": str(calibration)}}
+    managers = {
+        "LMCache fs, naive": storage({"type": "fs", "base_path": str(folder / "fs")}),
+        "LMCache fs, fp8 serde": storage(
+            {"type": "fs", "base_path": str(folder / "fp8"), "serde": {"type": "fp8"}}
+        ),
+        "Lynx": storage(lynx_adapter(lynx)),
+        "Lynx, in memory": storage(
+            lynx_adapter({**lynx, "nvme": {}, "memory": {"enabled": True, "max_bytes": "1GiB"}})
+        ),
+    }
+    seconds: dict[str, dict[str, list[float]]] = {n: {"store": [], "load": []} for n in managers}
+    for number in range(args.rounds + 1):
+        for name, manager in managers.items():
+            store, load = one_round(manager, chunks, number)
+            if number:  # the first one compiles
+                seconds[name]["store"].append(store)
+                seconds[name]["load"].append(load)
+    for manager in managers.values():
+        manager.close()
+    raw = sum(chunk.numel() for chunk in chunks) * chunks[0].element_size()
+    found = {
+        name: {what: statistics.median(each) for what, each in of.items()}
+        for name, of in seconds.items()
+    }
+    print(raw, found)
+    return {"raw_bytes": raw, "median_seconds": found, "rounds": seconds}
+
+
+def real_chunks(model: str) -> list[torch.Tensor]:
+    """Five chunks of a text's cache in float32, as LMCache's server gets them from vLLM's CPU."""
+    from lynx_backend.engines.kv_buffer import KVBuffer
+    from lynx_backend.integrations.lmcache.page_layouts import PageLayout
+    from lynx_backend.models import load_model
+    from lynx_backend.texts import prompt_tokens
+
+    loaded, tokenizer = load_model(model)
+    buffer = KVBuffer(loaded, 1280)
+    buffer.prefill(prompt_tokens(tokenizer, (TEXTS / "book.txt").read_text(), 1280))
+    _, layers, _, heads, head_dim = buffer.data.shape
+    pages = PageLayout("vllm_cpu", heads, head_dim, 128)
+    chunks = []
+    for start in range(0, 1280, 256):
+        rows = torch.empty(layers, 256, pages.row)
+        pages.pack(buffer.data[:, :, start : start + 256].contiguous(), rows)
+        chunks.append(rows)
+    return chunks
+
+
+def storage(adapter: dict[str, Any]) -> Any:
+    """The storage half of LMCache's server with one adapter."""
+    from lmcache.v1.distributed import config
+    from lmcache.v1.distributed.l2_adapters.config import (
+        L2AdaptersConfig,
+        parse_args_to_l2_adapters_config,
+    )
+    from lmcache.v1.distributed.storage_manager import StorageManager
+
+    given = argparse.Namespace(l2_adapter=[json.dumps(adapter)])
+    memory = config.L1MemoryManagerConfig(256 << 20, use_lazy=False, shm_name="")
+    return StorageManager(
+        config.StorageManagerConfig(
+            config.L1ManagerConfig(memory_config=memory),
+            config.EvictionConfig(eviction_policy="LRU"),
+            L2AdaptersConfig(parse_args_to_l2_adapters_config(given).adapters),
+        )
+    )
+
+
+def one_round(manager: Any, chunks: list[torch.Tensor], number: int) -> tuple[float, float]:
+    """Seconds to store new chunks into L2, and to load them after L1 was cleared."""
+    from lmcache.v1.distributed import api
+
+    desc = api.MemoryLayoutDesc([chunks[0].shape], [chunks[0].dtype])
+    rank = api.ObjectKey.ComputeKVRank(1, 0, 1, 0)
+    keys = [api.ObjectKey(bytes([number, i]) * 16, "smollm2", rank) for i in range(len(chunks))]
+    objects = manager.reserve_write(keys, desc)
+    for key, chunk in zip(keys, chunks, strict=True):
+        objects[key].tensor.copy_(chunk)
+    start = time.perf_counter()
+    manager.finish_write(keys)
+    while True:
+        status = manager.report_status()["store_controller"]
+        if not (status["pending_keys_count"] or status["in_flight_task_count"]):
+            break
+        time.sleep(0.001)
+    stored = time.perf_counter() - start
+    manager.clear(force=True)
+    rows = [api.GroupedObjectKeys(keys, 0, desc, api.FULL_ATTENTION_WINDOW_CHUNKS)]
+    start = time.perf_counter()
+    handle = manager.submit_prefetch_task(api.PrefetchTaskSpec(rows))
+    assert manager.wait_prefetch_status(handle, 60.0)
+    loaded = time.perf_counter() - start
+    hits = manager.query_prefetch_status(handle).hit_cells[0].get_indices_list()
+    assert len(hits) == len(keys), hits
+    manager.finish_read_prefetched(keys)
+    manager.clear(force=True)
+    return stored, loaded
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -222,15 +336,18 @@ def report(server: LMCacheServer, alone: Result, result: Result) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["compare", "faults"])
+    parser.add_argument("what", choices=["compare", "times", "faults"])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=1450)
     parser.add_argument("--new", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lynx-mp-", ignore_cleanup_errors=True) as folder:
-        found = {"compare": compare, "faults": faults}[args.what](args, Path(folder))
+        found = {"compare": compare, "times": times, "faults": faults}[args.what](
+            args, Path(folder)
+        )
     args.out.write_text(json.dumps(found, indent=1))
 
 
