@@ -199,12 +199,11 @@ def one_round(manager: Any, chunks: list[torch.Tensor], number: int) -> tuple[fl
     objects = manager.reserve_write(keys, desc)
     for key, chunk in zip(keys, chunks, strict=True):
         objects[key].tensor.copy_(chunk)
+    ((_, adapter),) = manager.l2_adapters()
+    before = adapter.get_usage().total_bytes_used
     start = time.perf_counter()
     manager.finish_write(keys)
-    while True:
-        status = manager.report_status()["store_controller"]
-        if not (status["pending_keys_count"] or status["in_flight_task_count"]):
-            break
+    while adapter.get_usage().total_bytes_used == before:  # one task, counted at its end
         time.sleep(0.001)
     stored = time.perf_counter() - start
     manager.clear(force=True)

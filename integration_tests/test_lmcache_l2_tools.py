@@ -7,13 +7,19 @@ import subprocess
 import sys
 import threading
 
+import pytest
 import torch
 from _lmcache_l2 import Client, Storage, chunk, key, memory_object, plugin
-from _redis_servers import Server, needs_redis, running, wait_until
+from _redis_servers import Server, needs_redis, running
+from _redis_servers import wait_until as wait_seconds
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.fault_inject_l2_adapter import FaultInjectL2AdapterConfig
 
 from lynx_backend import metrics
+
+
+def wait_until(what):
+    wait_seconds(what, 120)  # the first store may have to wait for the codec to be compiled
 
 
 def test_behind_the_fault_injecting_adapter(tmp_path):
@@ -73,6 +79,36 @@ def test_lmcaches_benchmark_of_l2_adapters(tmp_path):
     assert "MISMATCH" not in done.stdout
 
 
+def test_others_have_filled_the_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a file system here: {done.stderr.strip()}")
+    try:
+        nvme = {"path": str(disk / "kv"), "min_free_bytes": 0, "direct": False}
+        storage = Storage(plugin(tmp_path, nvme=nvme))
+        ((_, adapter),) = storage.manager.l2_adapters()
+        filler = disk / "filler"
+        with pytest.raises(OSError, match="No space left"):
+            filler.write_bytes(bytes(1 << 20))
+        failed = metrics.ERRORS.labels("TierError")._value.get()
+        storage.store([key(1)])
+        wait_until(lambda: "store" in adapter.report_status()["failing"])
+        assert not adapter.report_status()["is_healthy"]
+        assert metrics.ERRORS.labels("TierError")._value.get() > failed
+        assert list(storage.retrieve([key(1)])) == []
+        filler.unlink()
+        storage.store([key(2)])
+        wait_until(lambda: len(adapter.list_l2_keys().entries) == 1)
+        assert adapter.report_status()["is_healthy"]
+        assert list(storage.retrieve([key(2)])) == [0]
+        storage.manager.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 @needs_redis
 def test_redis_is_killed_and_comes_back(tmp_path):
     server = Server(tmp_path / "redis")
@@ -102,6 +138,14 @@ def test_redis_is_killed_and_comes_back(tmp_path):
         wait_until(lambda: adapter.report_status()["tiers"]["redis"]["answers"])
         # The server comes back empty.
         wait_until(lambda: storage.retrieve([key(0), key(1)]) == {})
-        storage.store([key(3)])
-        wait_until(lambda: list(storage.retrieve([key(3)])) == [0])
+        numbers = iter(range(3, 250))
+
+        def stored():
+            """Once the breaker lets writes pass again."""
+            storage.store([key(next(numbers))])
+            listed = [entry.key.to_object_key() for entry in adapter.list_l2_keys().entries]
+            return [each for each in listed if each.chunk_hash[0] >= 3]
+
+        wait_until(stored)
+        assert list(storage.retrieve(stored()[:1])) == [0]
         storage.manager.close()

@@ -116,9 +116,12 @@ class LMCacheServer:
             UnsupportedError: something still does after two minutes.
         """
         deadline = time.monotonic() + _IDLE_SECONDS
+        idle = 0  # in a row: keys that the server has just picked up are in neither count
         while time.monotonic() < deadline:
             store = self.get("/status")["storage_manager"]["store_controller"]
-            if not store["pending_keys_count"] and not store["in_flight_task_count"]:
+            busy = store["pending_keys_count"] or store["in_flight_task_count"]
+            idle = 0 if busy else idle + 1
+            if idle == 3:
                 return
             time.sleep(0.1)
         raise UnsupportedError(f"LMCache's server is still busy: see {self.log}")
