@@ -8,7 +8,7 @@ alternating rounds of one process. ``faults``: requests while something is broke
 ``compare`` and ``faults`` need the environment that ``make demo-vllm-mp`` makes, and the faults
 redis-server and the right to mount; ``times`` needs LMCache alone.
 
-    .venv-vllm/bin/python benchmarks/lmcache_mp.py compare --out docs/results/lmcache-mp.json
+    .venv-vllm/bin/python benchmarks/lmcache_mp.py compare --out docs/results/vllm/lmcache-mp.json
 """
 
 from __future__ import annotations
