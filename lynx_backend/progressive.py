@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from queue import SimpleQueue
 
@@ -24,23 +23,13 @@ from . import metrics
 from .errors import InvalidInputError, TransportError
 from .keys import ChunkKey, ObjectName, Part
 from .logs import warn_limited
+from .states import State
 from .store import ChunkStore
 from .transport import Transport
 
+__all__ = ["ProgressiveRequest", "State", "Timeline"]
+
 logger = logging.getLogger(__name__)
-
-
-class State(IntEnum):
-    """How much of a request's cache is in its tensor."""
-
-    #: the tensor's contents mean nothing yet
-    ABSENT = 0
-    #: every chunk is Q_anchor: draft on it, publish nothing
-    COARSE = 1
-    #: every chunk is Q_full
-    FULL = 2
-    #: the tensor's contents mean nothing and will not: recompute
-    FAILED = 3
 
 
 @dataclass

@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "layout": {"errors"},
     "keys": {"errors"},
     "logs": set(),
+    "states": set(),
     "metrics": {"errors"},
     "redis_client": {"errors", "config"},
     "wire": {"errors", "keys", "layout"},
@@ -27,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "directory": {"errors", "config", "logs", "metrics", "redis_client", "transport"},
     "peers": {"errors", "config", "directory", "keys", "logs", "metrics", "tiers", "transport"},
     "store": FOUNDATION | {"codec", "tiers", "tier_access", "peers"},
-    "progressive": FOUNDATION | {"codec", "tiers", "transport", "store"},
+    "progressive": FOUNDATION | {"codec", "states", "tiers", "transport", "store"},
 }
 ALLOWED["engines"] = {*ALLOWED}
 ALLOWED["integrations"] = {*ALLOWED} - {"engines"}
@@ -119,7 +120,7 @@ import lynx_backend, lynx_backend.store, lynx_backend.progressive, lynx_backend.
 
 def test_the_package_alone_does_not_load_numba():
     """vLLM on a CPU imports the package before its own kernels, and must not find numba loaded."""
-    script = "import sys, lynx_backend, lynx_backend.integrations.lmcache; "
+    script = "import sys, lynx_backend, lynx_backend.integrations.lmcache, lynx_backend.states; "
     script += "assert not {'numba', 'llvmlite', 'lmcache'} & set(sys.modules); "
     script += "assert lynx_backend.Codec and lynx_backend.CodecSpec"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
