@@ -43,7 +43,7 @@ from ..errors import InvalidInputError, UnsupportedError
 from ..keys import CacheIdentity, ChunkKey
 from ..layout import KVLayout
 from ..logs import warn_limited
-from ..store import Presence, objects_of
+from ..store import ChunkStore, Presence, objects_of
 from ..tiers.write_behind import WriteBehind
 from .lmcache.keys import chunk_key, layout_of, salt
 from .lmcache.settings import Settings, open_store
@@ -137,6 +137,22 @@ class LynxBackend(StoragePluginInterface):
 
     def __str__(self) -> str:
         return "LynxBackend"
+
+    # -- for progressive decode, which reads the same objects --------------------------------------
+
+    @property
+    def store(self) -> ChunkStore:
+        """Where this rank's chunks are; closed with this."""
+        return self._store
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of a full chunk of this rank."""
+        return self._layout
+
+    def chunk_key(self, key: CacheEngineKey) -> ChunkKey:
+        """The key in :attr:`store` of what LMCache knows by ``key``."""
+        return self._key(key)
 
     # -- lookup ------------------------------------------------------------------------------------
 

@@ -1,0 +1,211 @@
+"""vLLM's scheduler, withholding what was computed on coarse pages until it is verified.
+
+A request on coarse pages decodes like any other, but its tokens are drafts and nobody gets them.
+When its residuals are there, it is rewound to what the store gave it; stock code then computes the
+rest of the prompt and all drafts in one pass on refined pages, and accepts, corrects and emits.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.request import Request, RequestStatus
+
+from ... import metrics
+from ...errors import ConfigError
+from . import internals
+from .state import Drafting, Phase, Step
+
+_NEVER = 1 << 60
+
+
+class LynxScheduler(Scheduler):
+    """Give vLLM its path as ``scheduler_cls``.
+
+    Raises:
+        UnsupportedError: vLLM is not one that this was tested with.
+        ConfigError: the engine is configured in a way that cannot work.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        internals.check_version()
+        super().__init__(*args, **kwargs)
+        internals.check_names(self, internals.SCHEDULER)
+        internals.check_names(Request, internals.REQUEST)
+        internals.check_names(self.kv_cache_manager.coordinator, internals.COORDINATOR)
+        internals.check_configuration(self.vllm_config, self.use_v2_model_runner)
+        from .connector import LynxConnector
+
+        if not isinstance(self.connector, LynxConnector):
+            raise ConfigError(
+                "progressive decode needs kv_connector LynxConnector with kv_connector_module_path "
+                f"lynx_backend.integrations.vllm.connector, found {type(self.connector).__name__}"
+            )
+        self._drafting: dict[str, Drafting] = self.connector.drafting
+        self.connector.arm()
+        self._keep_coarse_blocks_private()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._drafting:
+            return super().schedule(*args, **kwargs)
+        rewound = self._take_due_steps(time.monotonic())
+        out = super().schedule(*args, **kwargs)
+        for request_id in out.num_scheduled_tokens:
+            drafting = self._drafting.get(request_id)
+            if drafting is None:
+                continue
+            if drafting.phase is Phase.LOADING:
+                drafting.phase = Phase.DRAFTING
+            elif drafting.phase is Phase.VERIFYING and self.requests[request_id].is_prefill_chunk:
+                # The rest of the prompt takes several passes; the last one verifies.
+                self.requests[request_id].spec_token_ids = list(drafting.drafts)
+        self._rebuild_rows(out.scheduled_cached_reqs, rewound)
+        return out
+
+    def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **kwargs: Any) -> Any:
+        return spec_decoding_stats  # sized by a setting that there is not; Lynx's metrics count
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        drafting = self._drafting.get(request.request_id)
+        if drafting is None or drafting.phase is Phase.VERIFYING:
+            if drafting is not None:
+                self._verified(request.request_id, drafting, len(new_token_ids) - 1)
+            result: tuple[list[int], bool] = super()._update_request_with_output(
+                request, new_token_ids, *args, **kwargs
+            )
+            return result
+        status, reason = request.status, request.stop_reason
+        for token in new_token_ids:
+            request.append_output_token_ids(token)
+            stop = check_stop(request, self.max_model_len)
+            request.status, request.stop_reason = status, reason
+            if stop or drafting.full(request.num_output_tokens):
+                request.next_decode_eligible_step = _NEVER
+                break
+        return [], False
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        drafting = self._drafting.get(request.request_id)
+        if drafting is not None:
+            if drafting.coarse:
+                self._rewind(request, drafting)
+            self._drop(request.request_id, drafting, "preempted")
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        drafting = self._drafting.get(request.request_id)
+        if drafting is not None:
+            if drafting.coarse:
+                drafting.drafts = list(request.output_token_ids)
+            self._drop(request.request_id, drafting, "aborted")
+        return super()._free_request(request, *args, **kwargs)
+
+    # -- details -----------------------------------------------------------------------------------
+
+    def _keep_coarse_blocks_private(self) -> None:
+        """Publish no block of a request on coarse pages, and free none that a rewind needs."""
+        coordinator = self.kv_cache_manager.coordinator
+        cache, skip = coordinator.cache_blocks, coordinator.remove_skipped_blocks
+
+        def is_coarse(request_id: str) -> bool:
+            drafting = self._drafting.get(request_id)
+            return drafting is not None and drafting.coarse
+
+        def cache_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_coarse(request.request_id):
+                return cache(request, *args, **kwargs)
+
+        def remove_skipped_blocks(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            if not is_coarse(request_id):
+                return skip(request_id, *args, **kwargs)
+
+        coordinator.cache_blocks = cache_blocks
+        coordinator.remove_skipped_blocks = remove_skipped_blocks
+
+    def _take_due_steps(self, now: float) -> set[str]:
+        """Do what requests need before this step; those that were rewound for verification."""
+        rewound: set[str] = set()
+        for request_id, drafting in list(self._drafting.items()):
+            step = drafting.due(now)
+            request = self.requests[request_id]
+            if step is None or request.num_in_flight_tokens:
+                continue
+            if step is Step.GIVE_UP:
+                drafting.gave_up = True
+                self.connector.order_drop(request_id)
+            elif step is Step.REFINE:
+                self._refine(request, drafting, rewound)
+            elif request.status == RequestStatus.RUNNING:
+                self._recompute(request, now)
+            elif request_id in self.finished_recving_kv_req_ids:
+                self._look_up_again(request)
+        return rewound
+
+    def _refine(self, request: Any, drafting: Drafting, rewound: set[str]) -> None:
+        request_id = request.request_id
+        loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if loading and request_id not in self.finished_recving_kv_req_ids:
+            return  # another rank still writes its anchors
+        if request.status == RequestStatus.RUNNING:
+            self._rewind(request, drafting)
+            rewound.add(request_id)
+        drafting.phase = Phase.VERIFYING
+        self.connector.order_write(request_id)
+        reason = "drafted" if drafting.drafts else "residual_was_first"
+        metrics.DRAFT_DECISIONS.labels(reason).inc()
+
+    def _rewind(self, request: Any, drafting: Drafting) -> None:
+        """Back to what the store gave; the drafts are put up for verification."""
+        prompt = request.num_prompt_tokens
+        drafting.drafts = request._all_token_ids[prompt:]
+        del request._all_token_ids[prompt:]
+        del request._output_token_ids[:]
+        del request.block_hashes[prompt // self.hash_block_size :]
+        request.num_computed_tokens = min(
+            request.num_computed_tokens, drafting.end, request.num_prompt_tokens - 1
+        )
+        request.spec_token_ids = list(drafting.drafts)
+        request.next_decode_eligible_step = 0
+
+    def _recompute(self, request: Any, now: float) -> None:
+        """The residual is lost or late: drop drafts and pages, as when memory is short."""
+        self.connector.compute(request.request_id)
+        self.running.remove(request)
+        self._preempt_request(request, now)
+        # It may run again in this very step, and the runner must not think that it never stopped.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _look_up_again(self, request: Any) -> None:
+        """The anchors did not come: let LMCache load the request, or compute it."""
+        request_id = request.request_id
+        self.connector.load_plainly(request_id)
+        self.connector.forget(request_id)
+        self.failed_recving_kv_req_ids.add(request_id)
+        request.num_computed_tokens = 0
+
+    def _rebuild_rows(self, cached: Any, rewound: set[str]) -> None:
+        """Have the runner drop rewound requests' rows and add them again from what is committed."""
+        for i, request_id in enumerate(cached.req_ids):
+            if request_id in rewound and request_id not in cached.resumed_req_ids:
+                cached.resumed_req_ids.add(request_id)
+                cached.new_block_ids[i] = self.kv_cache_manager.get_block_ids(request_id)
+
+    def _verified(self, request_id: str, drafting: Drafting, accepted: int) -> None:
+        self.connector.verified(request_id)
+        drafted = len(drafting.drafts)
+        accepted = min(accepted, drafted)
+        metrics.DRAFT_TOKENS.labels("accepted").inc(accepted)
+        metrics.DRAFT_TOKENS.labels("rejected").inc(drafted - accepted)
+
+    def _drop(self, request_id: str, drafting: Drafting, reason: str) -> None:
+        """A request leaves drafting without verification."""
+        if drafting.coarse:
+            lost = drafting.due(time.monotonic()) is Step.RECOMPUTE
+            metrics.DRAFT_DECISIONS.labels("no_residual" if lost else reason).inc()
+        metrics.DRAFT_TOKENS.labels("dropped").inc(len(drafting.drafts))
+        self.connector.forget(request_id)

@@ -1,0 +1,59 @@
+"""What a user may say about drafting, in vLLM's ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...errors import ConfigError
+
+PREFIX = "lynx."
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Settings of progressive decode, each given as ``lynx.NAME``.
+
+    Attributes:
+        draft: whether requests may draft; False leaves everything to LMCache.
+        max_drafts: drafts at most, before a request waits for its residual.
+        anchor_seconds: how long anchors may take; LMCache then loads the request, or vLLM computes
+            it.
+        residual_seconds: how long residuals may take after the anchors; the request is then
+            computed.
+    """
+
+    draft: bool = True
+    max_drafts: int = 64
+    anchor_seconds: float = 10.0
+    residual_seconds: float = 10.0
+
+    @classmethod
+    def load(cls, extra: Mapping[str, Any]) -> DraftSettings:
+        """Read the keys that begin with ``lynx.``; others are LMCache's.
+
+        Raises:
+            ConfigError: a key is unknown, or its value of another type or out of range.
+        """
+        known = {f.name: type(f.default) for f in fields(cls)}
+        found: dict[str, Any] = {}
+        for key, value in extra.items():
+            if not key.startswith(PREFIX):
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+                raise ConfigError(
+                    f"unknown setting {key} in kv_connector_extra_config; the nearest known one is "
+                    f"{PREFIX}{near[0]}"
+                )
+            kind = known[name]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = {bool: isinstance(value, bool), int: isinstance(value, int) and number}
+            if not fits.get(kind, number) or (kind is not bool and value <= 0):
+                wanted = "true or false" if kind is bool else f"a {kind.__name__} above 0"
+                raise ConfigError(f"{key} must be {wanted}, got {value!r}")
+            found[name] = value
+        return cls(**found)
