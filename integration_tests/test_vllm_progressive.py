@@ -1,0 +1,372 @@
+"""Progressive decode in stock vLLM on the CPU: what a client gets is what decoding on Q_full gives.
+
+Run with an environment that has vLLM, about a minute on an idle core::
+
+    PYTHONPATH=. python -m pytest integration_tests/test_vllm_progressive.py
+
+The reference is a plain load of the same Q_full by LMCache in the same engine or, where the
+residual never comes, computing the prompt. By default the model is a small Llama of random weights,
+which turns the smallest error of its cache into another token; VLLM_TEST_MODEL names a real one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from _vllm import CHUNK, WAIT, Answer, Engine, small_model  # isort: skip
+from prometheus_client import REGISTRY  # isort: skip
+from lynx_backend.keys import ChunkKey, Part  # isort: skip
+from lynx_backend.models import model_folder  # isort: skip
+from lynx_backend.texts import default_text, prompt_tokens  # isort: skip
+
+#: Name -> tokens: a rest that is computed, a long rest, and a prompt that is stored whole.
+LENGTHS = {"short rest": 530, "long rest": 700, "whole": 512}
+SPLITS: list[dict[str, int]] = [{}, {"anchor_bits": 2, "residual_bits": 6}]
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm")
+    name = os.environ.get("VLLM_TEST_MODEL")
+    made = Engine(folder, str(model_folder(name)) if name else small_model(folder / "model"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(engine) -> dict[str, list[int]]:
+    tokens = prompt_tokens(engine.engine.get_tokenizer(), default_text(), 2000)
+    made = {name: tokens[i : i + n] for i, (name, n) in enumerate(LENGTHS.items())}
+    engine.store(*made.values())
+    return made
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def decisions(reason: str) -> float:
+    return counted("lynx_draft_decisions_total", reason=reason)
+
+
+def tokens(result: str) -> float:
+    return counted("lynx_draft_tokens_total", result=result)
+
+
+def key_of(engine: Engine, prompt: list[int], chunk: int) -> ChunkKey:
+    database = engine.lynx_engine.token_database
+    keys = [engine.lynx.chunk_key(key) for _, _, key in database.process_tokens(prompt)]
+    return keys[chunk]
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_tokens_are_those_of_decoding_on_q_full(engine, prompts, name, split, monkeypatch):
+    prompt = prompts[name]
+    if split:
+        engine.use_split(monkeypatch, **split)
+        engine.store(prompt)
+    wanted = engine.plain(prompt, max_tokens=NEW)
+    computed = engine.computed(prompt, max_tokens=NEW)
+    for arrival in (0, 1, 9, NEW, "lost", "late"):
+        settings = engine.connector.settings
+        if arrival == "late":
+            engine.connector.settings = replace(settings, residual_seconds=0.05)
+        dropped = tokens("dropped")
+        got = engine.progressive(prompt, arrival, max_tokens=NEW)
+        engine.connector.settings = settings
+        never = arrival in ("lost", "late")
+        assert got.outcome == (computed if never else wanted).outcome, arrival
+        assert (tokens("dropped") > dropped) == (arrival == "lost") or arrival == "late"
+
+
+def test_at_most_64_drafts_then_it_waits(engine, prompts):
+    prompt = prompts["short rest"]
+    wanted = engine.plain(prompt, max_tokens=80)
+    before = tokens("accepted") + tokens("rejected")
+    assert engine.progressive(prompt, 64, max_tokens=80).outcome == wanted.outcome
+    assert tokens("accepted") + tokens("rejected") - before == 64
+
+
+def test_nothing_is_given_out_before_it_is_verified(engine, prompts):
+    prompt = prompts["short rest"]
+    wanted = engine.plain(prompt, max_tokens=NEW)
+    engine.reset()
+    engine.connector.armed = True
+    name = engine.add(prompt, max_tokens=NEW)
+    answers: dict[str, Answer] = {}
+    release = engine.arrivals({name: 12})
+    most = 0
+
+    def hook(step: int) -> None:
+        nonlocal most
+        drafts = engine.drafted(name)
+        if drafts is not None:
+            most = max(most, drafts)
+            assert name not in answers
+        release(step)
+
+    engine.run(hook, answers)
+    assert most >= 12
+    assert answers[name].outcome == wanted.outcome
+
+
+# -- features --------------------------------------------------------------------------------------
+
+DRAFTING: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "logprobs": {"logprobs": 2},
+    "max_tokens": {"max_tokens": 7},
+    "one token": {"max_tokens": 1},
+    "allowed_token_ids": {"allowed_token_ids": list(range(1000, 9000))},
+}
+
+
+@pytest.mark.parametrize("feature", DRAFTING)
+def test_features_that_draft(engine, prompts, feature):
+    prompt, given = prompts["short rest"], {"max_tokens": 24} | DRAFTING[feature]
+    wanted = engine.plain(prompt, **given)
+    drafted = decisions("drafted")
+    got = engine.progressive(prompt, min(12, given["max_tokens"]), **given)
+    assert got.outcome == wanted.outcome
+    assert decisions("drafted") == drafted + 1
+    if feature == "logprobs":
+        pairs = zip(got.logprobs, wanted.logprobs, strict=True)
+        for mine, theirs in pairs:
+            for token, found in theirs.items():
+                assert mine[token].logprob == pytest.approx(found.logprob, abs=1e-3)
+
+
+def test_stops_inside_the_drafts(engine, prompts):
+    prompt = prompts["short rest"]
+    base = engine.plain(prompt, max_tokens=24)
+    tokenizer = engine.engine.get_tokenizer()
+    words = [tokenizer.decode([token]) for token in base.tokens]
+    pairs = zip(base.tokens[1:], words[1:], strict=True)
+    word = next(w for t, w in pairs if w.isalpha() and tokenizer.encode(w) == [t])
+    cases: list[dict[str, Any]] = [
+        {"stop_token_ids": [base.tokens[8]]},
+        {"stop_token_ids": [base.tokens[2], base.tokens[8]], "min_tokens": 6},
+        {"stop": [word]},
+        {"bad_words": [word]},
+    ]
+    for given in cases:
+        wanted = engine.plain(prompt, max_tokens=24, **given)
+        assert wanted.outcome != base.outcome
+        assert engine.progressive(prompt, 18, max_tokens=24, **given).outcome == wanted.outcome
+
+
+def not_drafting() -> dict[str, tuple[str, dict[str, Any]]]:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return {
+        "min_p": ("min_p", {"min_p": 0.1, "temperature": 0.7, "seed": 3}),
+        "logit_bias": ("bias", {"logit_bias": {5: 3.0}}),
+        "seed": ("seed", {"temperature": 0.7, "seed": 3}),
+        "structured output": (
+            "structured_output",
+            {"structured_outputs": StructuredOutputsParams(choice=["yes", "no"])},
+        ),
+    }
+
+
+def test_features_that_do_not_draft(engine, prompts):
+    for name, (reason, given) in not_drafting().items():
+        prompt = prompts["short rest"]
+        wanted = engine.plain(prompt, max_tokens=8, **given)
+        before, drafted = decisions(reason), decisions("drafted")
+        got = engine.progressive(prompt, 0, max_tokens=8, **given)
+        assert got.outcome == wanted.outcome, name
+        assert (decisions(reason), decisions("drafted")) == (before + 1, drafted), name
+
+
+# -- what must stay inside -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_one_else_gets_coarse_blocks(engine, prompts, guarded, monkeypatch):
+    """Without the guard another request takes the coarse blocks and gives other tokens."""
+    prompt = prompts["short rest"]
+    wanted = engine.plain(prompt, max_tokens=16)
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    if not guarded:
+        stock = type(coordinator).cache_blocks.__get__(coordinator)
+        monkeypatch.setattr(coordinator, "cache_blocks", stock)
+    engine.reset()
+    engine.connector.armed = True
+    first = engine.add(prompt, max_tokens=16)
+    second: list[str] = []
+    release = engine.arrivals({first: 10})
+
+    def hook(step: int) -> None:
+        if not second and (engine.drafted(first) or 0) >= 2:
+            engine.connector.armed = False
+            second.append(engine.add(prompt, max_tokens=4))
+        if second and engine.internal(second[0]) is None:
+            release(step)
+
+    answers = engine.run(hook)
+    assert (answers[second[0]].tokens == wanted.tokens[:4]) == guarded
+    if guarded:
+        assert answers[first].outcome == wanted.outcome
+
+
+def test_a_chunk_computed_on_coarse_pages_is_stored_once_it_is_exact(engine):
+    prompt = prompt_tokens(engine.engine.get_tokenizer(), default_text(), 4000)[3000:3800]
+    engine.store(prompt[: 2 * CHUNK])
+    key = key_of(engine, prompt, 2)
+    wanted = engine.plain(prompt, max_tokens=12)
+    assert engine.lynx._puts.flush(WAIT)
+    kept = engine.lynx.store.get(key)
+    assert kept is not None
+    engine.lynx.store.remove([key])
+    engine.reset()
+    engine.connector.armed = True
+    name = engine.add(prompt, max_tokens=12)
+    release = engine.arrivals({name: 6})
+
+    def hook(step: int) -> None:
+        if engine.drafted(name):
+            assert engine.lynx._puts.flush(WAIT)
+            assert engine.lynx.store.get(key) is None
+        release(step)
+
+    assert engine.run(hook)[name].outcome == wanted.outcome
+    assert engine.lynx._puts.flush(WAIT)
+    again = engine.lynx.store.get(key)
+    assert again is not None
+    error = (again - kept).abs().mean() / kept.abs().mean()
+    assert error < 1e-3
+
+
+# -- ways out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [None, 3, 64])
+def test_an_abort_frees_everything(engine, prompts, drafts):
+    """While it loads, while it drafts, and while it waits for its residual."""
+    prompt = prompts["short rest"]
+    engine.reset()
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    engine.connector.armed = True
+    name = engine.add(prompt, max_tokens=70)
+
+    def hook(_: int) -> None:
+        if drafts is None or (engine.drafted(name) or 0) >= drafts:
+            engine.engine.abort_request([name])
+
+    engine.run(hook)
+    engine.reset()
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+
+
+def test_preemption_while_drafting(engine, prompts):
+    prompt = prompts["long rest"]
+    wanted = engine.plain(prompt, max_tokens=20)
+    engine.reset()
+    engine.connector.armed = True
+    name = engine.add(prompt, max_tokens=20)
+    preempted = []
+
+    def hook(_: int) -> None:
+        if not preempted and (engine.drafted(name) or 0) >= 5:
+            preempted.append(engine.scheduler.reset_prefix_cache(reset_running_requests=True))
+
+    assert engine.run(hook)[name].outcome == wanted.outcome
+    assert preempted
+
+
+def damage(engine: Engine, prompt: list[int], part: Part) -> None:
+    """Flip a bit in the prompt's second chunk."""
+    name = key_of(engine, prompt, 1).object(part)
+    (tier,) = engine.lynx.store.tiers
+    damaged = bytearray(tier.get(name))
+    damaged[len(damaged) // 2] ^= 1
+    tier.put(name, memoryview(bytes(damaged)))
+
+
+def test_a_damaged_anchor(engine, prompts):
+    """LMCache loads what comes before it; nothing is drafted."""
+    prompt = prompts["short rest"]
+    damage(engine, prompt, Part.ANCHOR)
+    wanted = engine.plain(prompt, max_tokens=20)
+    engine.store(prompt)
+    damage(engine, prompt, Part.ANCHOR)
+    drafted = decisions("drafted")
+    assert engine.progressive(prompt, "late", max_tokens=20).outcome == wanted.outcome
+    assert decisions("drafted") == drafted
+    engine.store(prompt)
+
+
+def test_a_damaged_residual(engine, prompts):
+    prompt = prompts["short rest"]
+    wanted = engine.computed(prompt, max_tokens=20)
+    assert engine.lynx._puts.flush(WAIT)
+    damage(engine, prompt, Part.RESIDUAL)
+    before = decisions("no_residual")
+    assert engine.progressive(prompt, 4, max_tokens=20).outcome == wanted.outcome
+    assert decisions("no_residual") == before + 1
+    assert engine.lynx._puts.flush(WAIT)
+    engine.reset()
+    # It was computed, so it was stored again, whole.
+    assert engine.lynx.store.get(key_of(engine, prompt, 1)) is not None
+
+
+def test_anchors_that_do_not_come_in_time(engine, prompts):
+    prompt = prompts["short rest"]
+    wanted = engine.plain(prompt, max_tokens=8)
+    settings = engine.connector.settings
+    engine.connector.settings = replace(settings, anchor_seconds=0.05)
+    engine.gate.holds_anchors = True
+    before = decisions("no_anchor")
+    try:
+        got = engine.progressive(prompt, "late", max_tokens=8)
+    finally:
+        engine.gate.holds_anchors = False
+        engine.connector.settings = settings
+    assert got.outcome == wanted.outcome
+    assert decisions("no_anchor") == before + 1
+
+
+def test_two_requests_for_one_prompt_in_different_phases(engine, prompts):
+    prompt, other = prompts["short rest"], prompts["long rest"]
+    wanted = {n: engine.plain(p, max_tokens=30) for n, p in (("a", prompt), ("b", other))}
+    engine.reset()
+    engine.connector.armed = True
+    first = engine.add(prompt, max_tokens=30)
+    third = engine.add(other, max_tokens=30)
+    when: dict[str, int | str] = {first: 14, third: 3}
+    release = [engine.arrivals(when)]
+    second: list[str] = []
+
+    def hook(step: int) -> None:
+        if not second and (engine.drafted(first) or 0) >= 5:
+            second.append(engine.add(prompt, max_tokens=30))
+            release.append(engine.arrivals({second[0]: 4}))
+        for each in release:
+            each(step)
+
+    answers = engine.run(hook)
+    for name, kind in ((first, "a"), (second[0], "a"), (third, "b")):
+        assert answers[name].outcome == wanted[kind].outcome
+
+
+def test_without_lynx_scheduler_nothing_drafts(engine, prompts):
+    """The connector drafts only for a scheduler that withholds drafts."""
+    prompt = prompts["short rest"]
+    engine.connector.armed = False
+    engine.reset()
+    before = decisions("drafted")
+    name = engine.add(prompt, max_tokens=2)
+    engine.run()
+    assert not engine.connector.drafting
+    assert decisions("drafted") == before
+    assert engine.internal(name) is None
