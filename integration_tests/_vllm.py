@@ -125,40 +125,39 @@ class Engine:
 
     def __init__(self, folder: Path, model: str, blocks: int = 256) -> None:
         settings = folder / "lmcache.yaml"
-        given = {
+        self.settings = {
             "chunk_size": CHUNK,
             "local_cpu": False,
             "max_local_cpu_size": 0.5,
             "storage_plugins": ["lynx"],
             "extra_config": {**PLUGIN, "lynx": {"memory": {"max_bytes": "512MiB"}}},
         }
-        settings.write_text(yaml.safe_dump(given))
+        settings.write_text(yaml.safe_dump(self.settings))
         os.environ["LMCACHE_CONFIG_FILE"] = str(settings)
-        self.engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=model,
-                dtype="float32",
-                max_model_len=1024,
-                max_num_seqs=8,
-                max_num_batched_tokens=1024,
-                block_size=32,
-                num_gpu_blocks_override=blocks,
-                kv_cache_memory_bytes=1 << 30,
-                enforce_eager=True,
-                async_scheduling=False,
-                enable_prefix_caching=True,
-                disable_log_stats=False,
-                scheduler_cls="lynx_backend.integrations.vllm.scheduler.LynxScheduler",
-                worker_cls="lynx_backend.integrations.vllm.worker.LynxWorker",
-                kv_transfer_config={
-                    "kv_connector": "LynxConnector",
-                    "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
-                    "kv_role": "kv_both",
-                    "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {"lynx.residual_seconds": 600.0},
-                },
-            )
-        )
+        self.arguments: dict[str, Any] = {
+            "model": model,
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 1024,
+            "block_size": 32,
+            "num_gpu_blocks_override": blocks,
+            "kv_cache_memory_bytes": 1 << 30,
+            "enforce_eager": True,
+            "async_scheduling": False,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "scheduler_cls": "lynx_backend.integrations.vllm.scheduler.LynxScheduler",
+            "worker_cls": "lynx_backend.integrations.vllm.worker.LynxWorker",
+            "kv_transfer_config": {
+                "kv_connector": "LynxConnector",
+                "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"lynx.residual_seconds": 600.0},
+            },
+        }
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**self.arguments))
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from lynx_backend.integrations.lmcache_plugin import LynxBackend

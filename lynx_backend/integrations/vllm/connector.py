@@ -52,7 +52,7 @@ class LynxConnector(LMCacheConnectorCPU):
         self.armed = False
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._block = vllm_config.cache_config.block_size
-        self._offered: dict[str, int] = {}
+        self._offered: set[str] = set()
         self._hidden: dict[str, Any] = {}
         self._to_compute: set[str] = set()
         self._plain: set[str] = set()
@@ -84,31 +84,34 @@ class LynxConnector(LMCacheConnectorCPU):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         request_id = request.request_id
-        self._offered.pop(request_id, None)
+        self._offered.discard(request_id)
         if request_id in self._to_compute:
             self._lmcache_engine.load_specs.pop(request_id, None)
             return 0, False
         found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found and self._why_not(request) is None:
-            self._offered[request_id] = found
+            self._offered.add(request_id)
             return found, True
         return found, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         request_id = request.request_id
-        offered = self._offered.pop(request_id, None)
-        if offered is None or offered != num_external_tokens:
+        drafts = request_id in self._offered and num_external_tokens > 0
+        self._offered.discard(request_id)
+        # Only now: until its blocks are there, a request is looked up again and again.
+        self._to_compute.discard(request_id)
+        if not drafts:
             if num_external_tokens and self.armed:
-                metrics.DRAFT_DECISIONS.labels(self._why_not(request) or "other").inc()
+                metrics.DRAFT_DECISIONS.labels(self._why_not(request)).inc()
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
         super().update_state_after_alloc(request, blocks, 0)  # LMCache loads nothing
         spec = self._lmcache_engine.load_specs[request_id]
-        first = spec.vllm_cached_tokens
+        first, end = spec.vllm_cached_tokens, spec.vllm_cached_tokens + num_external_tokens
         now = time.monotonic()
         self.drafting[request_id] = Drafting(
             first=first,
-            end=first + offered,
+            end=end,
             ranks=self._ranks,
             max_drafts=self.settings.max_drafts,
             anchor_deadline=now + self.settings.anchor_seconds,
@@ -119,7 +122,7 @@ class LynxConnector(LMCacheConnectorCPU):
                 request_id,
                 list(request.all_token_ids[: spec.lmcache_cached_tokens]),
                 first,
-                first + offered,
+                end,
                 list(blocks.get_block_ids()[0]),
                 _tags(request),
             )
@@ -145,7 +148,7 @@ class LynxConnector(LMCacheConnectorCPU):
         del self.drafting[request_id]
 
     def compute(self, request_id: str) -> None:
-        """Load nothing for this request any more."""
+        """Load nothing when this request is admitted next."""
         self._to_compute.add(request_id)
 
     def load_plainly(self, request_id: str) -> None:
@@ -169,9 +172,8 @@ class LynxConnector(LMCacheConnectorCPU):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
         request_id = request.request_id
         self.forget(request_id)
-        for known in (self._offered, self._hidden):
-            known.pop(request_id, None)
-        for marked in (self._to_compute, self._plain):
+        self._hidden.pop(request_id, None)
+        for marked in (self._offered, self._to_compute, self._plain):
             marked.discard(request_id)
         result: tuple[bool, Any] = super().request_finished(request, block_ids)
         return result
