@@ -101,6 +101,21 @@ def test_at_most_64_drafts_then_it_waits(engine, prompts):
     assert tokens("accepted") + tokens("rejected") - before == 64
 
 
+@pytest.mark.parametrize("budget", [80, 96])
+def test_a_rest_that_takes_several_passes(engine, prompts, budget, monkeypatch):
+    """188 tokens and the drafts: of these, the last pass has room for some or for all."""
+    prompt = prompts["long rest"]
+    wanted = engine.plain(prompt, max_tokens=NEW)
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", budget)
+    before = [tokens(result) for result in ("accepted", "rejected", "dropped")]
+    assert engine.progressive(prompt, 20, max_tokens=NEW).outcome == wanted.outcome
+    after = [tokens(result) for result in ("accepted", "rejected", "dropped")]
+    accepted, rejected, dropped = (b - a for a, b in zip(before, after, strict=True))
+    assert accepted + rejected > 0
+    assert accepted + rejected + dropped >= 20
+    assert (dropped > 0) == (budget == 96)
+
+
 def test_nothing_is_given_out_before_it_is_verified(engine, prompts):
     prompt = prompts["short rest"]
     wanted = engine.plain(prompt, max_tokens=NEW)

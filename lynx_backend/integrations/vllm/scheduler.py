@@ -59,9 +59,9 @@ class LynxScheduler(Scheduler):
                 continue
             if drafting.phase is Phase.LOADING:
                 drafting.phase = Phase.DRAFTING
-            elif drafting.phase is Phase.VERIFYING and self.requests[request_id].is_prefill_chunk:
-                # The rest of the prompt takes several passes; the last one verifies.
-                self.requests[request_id].spec_token_ids = list(drafting.drafts)
+            elif drafting.phase is Phase.VERIFYING:
+                put_up = out.scheduled_spec_decode_tokens.get(request_id, ())
+                self._keep_drafts(self.requests[request_id], drafting, len(put_up))
         self._rebuild_rows(out.scheduled_cached_reqs, rewound)
         return out
 
@@ -187,6 +187,14 @@ class LynxScheduler(Scheduler):
         self.connector.forget(request_id)
         self.failed_recving_kv_req_ids.add(request_id)
         request.num_computed_tokens = 0
+
+    def _keep_drafts(self, request: Any, drafting: Drafting, put_up: int) -> None:
+        """The prompt's rest may take several passes: the last one verifies what fits into it."""
+        if request.is_prefill_chunk:
+            request.spec_token_ids = list(drafting.drafts)
+        else:
+            metrics.DRAFT_TOKENS.labels("dropped").inc(len(drafting.drafts) - put_up)
+            del drafting.drafts[put_up:]
 
     def _rebuild_rows(self, cached: Any, rewound: set[str]) -> None:
         """Have the runner drop rewound requests' rows and add them again from what is committed."""
