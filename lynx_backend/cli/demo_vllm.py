@@ -45,16 +45,18 @@ class Row:
     warm: Answer
 
 
+ModelOption = Annotated[str, typer.Option(help="smollm2, gemma3, or a folder with a model.")]
+TokensOption = Annotated[int, typer.Option(min=257, help="Length of the prompt in tokens.")]
+NewOption = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+OutOption = Annotated[Path, typer.Option(help="Folder for results and logs.", file_okay=False)]
+
+
 def demo_vllm(
-    model: Annotated[
-        str, typer.Option(help="smollm2, gemma3, or a folder with a model.")
-    ] = "smollm2",
+    model: ModelOption = "smollm2",
     text: TextOption = None,
-    tokens: Annotated[int, typer.Option(min=257, help="Length of the prompt in tokens.")] = 1450,
-    new: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
-    out: Annotated[Path, typer.Option(help="Folder for results and logs.", file_okay=False)] = Path(
-        "out/demo-vllm"
-    ),
+    tokens: TokensOption = 1450,
+    new: NewOption = 32,
+    out: OutOption = Path("out/demo-vllm"),
 ) -> None:
     """Answer a long prompt in one vLLM process, and again in fresh ones that load its cache.
 

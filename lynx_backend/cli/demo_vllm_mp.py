@@ -8,29 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..errors import UnsupportedError
 from ..integrations.lmcache_server import LMCacheServer, lynx_adapter
 from ..integrations.vllm_request import Answer, Job, run
-from .demo_vllm import prepare
+from .demo_vllm import ModelOption, NewOption, OutOption, TokensOption, prepare
 from .options import TextOption, read_text
 
 
 def demo_vllm_mp(
-    model: Annotated[
-        str, typer.Option(help="smollm2, gemma3, or a folder with a model.")
-    ] = "smollm2",
+    model: ModelOption = "smollm2",
     text: TextOption = None,
-    tokens: Annotated[int, typer.Option(min=257, help="Length of the prompt in tokens.")] = 1450,
-    new: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
-    out: Annotated[Path, typer.Option(help="Folder for results and logs.", file_okay=False)] = Path(
-        "out/demo-vllm-mp"
-    ),
+    tokens: TokensOption = 1450,
+    new: NewOption = 32,
+    out: OutOption = Path("out/demo-vllm-mp"),
 ) -> None:
     """Answer a long prompt in one vLLM process, and again in others behind the same LMCache server.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -37,15 +37,14 @@ try:
 except ImportError:  # LMCache 0.5.3
     from lmcache.native_storage_ops import Bitmap
 
-from .. import metrics
 from ..config import TieringConfig
 from ..errors import ConfigError, TierError, UnsupportedError
 from ..keys import ChunkKey
 from ..layout import KVLayout
-from ..logs import warn_limited
 from ..store import new_cache, objects_of
 from ..tiers import TierStats
 from .lmcache.chunk_layouts import CacheGeometry, ChunkLayout, ChunkLayouts
+from .lmcache.failures import Unreadable, report
 from .lmcache.key_index import KeyIndex, cursor_of, is_cursor
 from .lmcache.page_layouts import better_layout, roughness
 from .lmcache.rank_stores import RankStores
@@ -69,8 +68,6 @@ _USED = {
 _THREADS = {"store": 1, "lookup": 1, "load": 2}
 #: Most bytes of decoded cache read from the tiers at a time.
 _READ_BYTES = 256 << 20
-#: Chunks remembered because they could not be read although a tier says that it has them.
-_UNREADABLE = 65536
 
 T = TypeVar("T")
 
@@ -183,7 +180,7 @@ class LynxL2Adapter(L2AdapterInterface):
         self._index = KeyIndex(None if folder is None else Path(folder) / INDEX_FILE)
         self._seen: dict[tuple[str, int, int], ChunkLayout] = {}
         self._verdicts: dict[tuple[str, int, ChunkLayout], str] = {}
-        self._unreadable: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._unreadable = Unreadable()
         self._failing: dict[str, str] = {}
         self._reports: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -248,7 +245,7 @@ class LynxL2Adapter(L2AdapterInterface):
                     raise TierError("no tier took the chunk")
                 kept[key] = (chunk, size)
                 written += size
-                self._unreadable.pop(chunk, None)
+                self._unreadable.discard(chunk)
         if new := self._index.add(kept):
             self._notify_keys_stored(list(new), list(new.values()))
         return L2StoreResult(len(kept) == len(set(keys)), written)
@@ -508,9 +505,7 @@ class LynxL2Adapter(L2AdapterInterface):
         """Let lookups say no to what is there and cannot be read: it is computed and put again."""
         for chunk, size in zip(chunks, self._sizes(chunks) if chunks else (), strict=True):
             if size is not None:
-                self._unreadable[chunk] = None
-        while len(self._unreadable) > _UNREADABLE:
-            self._unreadable.popitem(last=False)
+                self._unreadable.add(chunk)
 
     def _stats(self) -> dict[str, TierStats]:
         """Of the tiers that answer."""
@@ -529,11 +524,9 @@ class LynxL2Adapter(L2AdapterInterface):
         try:
             yield
         except Exception as e:  # LMCache's controller threads must not see it
-            kind = type(e).__name__
             self._reports[op] += 1
-            self._failing[op] = f"{kind}: {e}"
-            metrics.ERRORS.labels(kind).inc()
-            warn_limited(logger, f"lmcache-l2-{op}-{kind}", "could not %s: %s: %s", op, kind, e)
+            self._failing[op] = f"{type(e).__name__}: {e}"
+            report(logger, "lmcache-l2", op, e)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from ..layout import KVLayout
 from ..logs import warn_limited
 from ..store import ChunkStore, Presence, objects_of
 from ..tiers.write_behind import WriteBehind
+from .lmcache.failures import Unreadable, report
 from .lmcache.keys import chunk_key, layout_of, salt
 from .lmcache.settings import Settings, open_store
 from .lmcache.versions import check_interface, warn_untested
@@ -72,8 +72,6 @@ _WRITE_SECONDS = 30.0
 _ALLOCATE_SECONDS = 2.0
 #: Most bytes of decoded cache read from the tiers at a time.
 _READ_BYTES = 1 << 30
-#: Chunks remembered because they could not be read although a tier says that it has them.
-_UNREADABLE = 65536
 
 
 class LynxBackend(StoragePluginInterface):
@@ -120,7 +118,7 @@ class LynxBackend(StoragePluginInterface):
         pool_bytes = int(config.max_local_cpu_size * 1024**3)
         self._puts = WriteBehind("lynx-lmcache-put", max(1, pool_bytes // 2), workers=1)
         self._putting: set[ChunkKey] = set()
-        self._unreadable: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._unreadable = Unreadable()
         self._lock = threading.Lock()
         self._pool = threading.Lock()  # held while LMCache's memory is read for a put
         self._pool_closed = False
@@ -238,7 +236,7 @@ class LynxBackend(StoragePluginInterface):
                 if i in objects:
                     objects.pop(i).ref_count_down()
                 if not no_memory:
-                    self._remember_unreadable(key)
+                    self._unreadable.add(key)
         return [objects.get(i) for i in range(len(keys))]
 
     def _allocate(self, layout: KVLayout, deadline: float) -> MemoryObj | None:
@@ -322,7 +320,7 @@ class LynxBackend(StoragePluginInterface):
                     obj.ref_count_down()  # writing does not need LMCache's memory any more
                 if not self._store.write(chunk, _WRITE_SECONDS):
                     return
-                self._unreadable.pop(key, None)
+                self._unreadable.discard(key)
                 if callback is not None and self._store.flush(_WRITE_SECONDS):
                     callback(theirs)
         finally:
@@ -400,22 +398,13 @@ class LynxBackend(StoragePluginInterface):
         tensor: torch.Tensor = obj.tensor
         return tensor.view(layout.shape)
 
-    def _remember_unreadable(self, key: ChunkKey) -> None:
-        """Let lookups say no, so that the chunk is computed and put again, which replaces it."""
-        with self._lock:
-            self._unreadable[key] = None
-            while len(self._unreadable) > _UNREADABLE:
-                self._unreadable.popitem(last=False)
-
     @contextmanager
     def _reported(self, op: str) -> Iterator[None]:
         """Whatever goes wrong is counted and logged, and nothing else."""
         try:
             yield
         except Exception as e:  # LMCache runs this on the engine's threads
-            kind = type(e).__name__
-            metrics.ERRORS.labels(kind).inc()
-            warn_limited(logger, f"lmcache-{op}-{kind}", "could not %s: %s: %s", op, kind, e)
+            report(logger, "lmcache", op, e)
 
 
 def _check_mode(config: Any, metadata: Any, local_cpu_backend: Any) -> None:
