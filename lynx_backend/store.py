@@ -9,7 +9,8 @@ never the request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
 
@@ -30,6 +31,9 @@ from .tier_access import Found, TierAccess
 from .tiers import GuardedTier, MemoryTier, NvmeTier, Tier
 
 logger = logging.getLogger(__name__)
+
+#: Chunks that are read from a device at a time, while the ones before them are decoded.
+_CHUNKS_AT_A_TIME = 8
 
 #: The objects of one chunk in the order in which they are written: residual, anchor.
 EncodedChunk = Sequence[tuple[ObjectName, memoryview]]
@@ -83,6 +87,7 @@ class ChunkStore:
             TierAccess(tier, self._check_header, self.validate, write_behind_bytes)
             for tier in tiers
         ]
+        self._readers = ThreadPoolExecutor(4, "lynx-read")
         self._readable = list(self._accesses)
         if peers is not None:
             self._readable.append(TierAccess(peers, self._check_header, self.validate, 0))
@@ -163,7 +168,9 @@ class ChunkStore:
     def get_many(
         self, keys: Sequence[ChunkKey], target: Callable[[int, KVLayout], torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """:meth:`get` for several chunks, by one round trip to each tier that is asked.
+        """:meth:`get` for several chunks, by few round trips to each tier that is asked.
+
+        The next eight chunks are read from a disk, server or peer while eight are decoded.
 
         Args:
             target: called as ``target(i, layout)`` when ``keys[i]`` was found, for the tensor to
@@ -178,8 +185,7 @@ class ChunkStore:
             missing = [i for i, kv in enumerate(done) if kv is None]
             if not missing:
                 break
-            found = access.get(objects_of([keys[i] for i in missing]))
-            pairs = zip(found[:: len(Part)], found[1 :: len(Part)], strict=True)
+            pairs = self._pairs(access, [keys[i] for i in missing])
             for i, (anchor, residual) in zip(missing, pairs, strict=True):
                 done[i] = self._assemble(keys[i], access, anchor, residual, partial(target, i))
         return done
@@ -245,10 +251,31 @@ class ChunkStore:
 
     def close(self) -> None:
         """Write what waits, for some seconds at most, and close all tiers."""
+        self._readers.shutdown()
         for access in self._readable:
             access.close()
 
     # -- details -----------------------------------------------------------------------------------
+
+    def _pairs(
+        self, access: TierAccess, keys: Sequence[ChunkKey]
+    ) -> Iterator[tuple[Found | None, Found | None]]:
+        """The anchor and the residual that a tier has of each chunk, read ahead of the caller."""
+        step = max(1, len(keys)) if access.tier.in_memory else _CHUNKS_AT_A_TIME
+        groups = [objects_of(keys[i : i + step]) for i in range(0, len(keys), step)]
+        ahead: Future[list[Found | None]] | None = None
+        for i, names in enumerate(groups):
+            found = access.get(names) if ahead is None else ahead.result()
+            ahead = self._start(access, groups[i + 1]) if i + 1 < len(groups) else None
+            yield from zip(found[:: len(Part)], found[1 :: len(Part)], strict=True)
+
+    def _start(self, access: TierAccess, names: Sequence[ObjectName]) -> Future[list[Found | None]]:
+        try:
+            return self._readers.submit(access.get, names)
+        except RuntimeError:  # closed in between, as the tier will say
+            done: Future[list[Found | None]] = Future()
+            done.set_result(access.get(names))
+            return done
 
     @staticmethod
     def _write(access: TierAccess, objects: EncodedChunk, wait_seconds: float) -> bool:

@@ -181,6 +181,50 @@ def test_several_chunks_are_one_round_trip_to_each_tier():
     store.close()
 
 
+class Device(MemoryTier):
+    """Answers like a device: only when asked, each time anew."""
+
+    name = "device"
+    in_memory = False
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.asked: list[int] = []
+        self.asked_again = threading.Event()
+
+    def get_many(self, names: list[ObjectName]) -> list[memoryview | None]:
+        self.asked.append(len(names))
+        if len(self.asked) > 1:
+            self.asked_again.set()
+        return super().get_many(names)
+
+
+def test_the_next_chunks_are_read_while_some_are_decoded():
+    tier = Device()
+    store = ChunkStore(Codec(), [tier])
+    keys = [ChunkKey(b"i" * 16, bytes([n]) * 16) for n in range(20)]
+    for i, key in enumerate(keys):
+        store.put(key, cache(i))
+    tier.delete([keys[11].object(Part.RESIDUAL)])
+
+    def target(i: int, layout: KVLayout) -> torch.Tensor:
+        # Decoding waits for this, and what follows is read meanwhile.
+        assert tier.asked_again.wait(30)
+        return torch.empty(layout.shape, dtype=torch.bfloat16)
+
+    found = store.get_many(keys, target)
+    assert tier.asked == [16, 16, 8]
+    assert [i for i, kv in enumerate(found) if kv is None] == [11]
+    assert all(torch.equal(found[i], q_full(cache(i))) for i in range(20) if i != 11)
+
+    def closing(i: int, layout: KVLayout) -> torch.Tensor:
+        store.close()
+        return torch.empty(layout.shape, dtype=torch.bfloat16)
+
+    # What was read before is decoded, the rest are misses.
+    assert [kv is not None for kv in store.get_many(keys, closing)[16:]] == [False] * 4
+
+
 def test_a_cache_may_change_once_it_is_encoded(store: ChunkStore):
     kv = cache()
     chunk = store.encode(KEYS[0], kv)
