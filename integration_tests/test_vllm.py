@@ -43,6 +43,7 @@ def ask(
     log: Path,
     model: str | None = None,
     after_start: Callable[[], object] | None = None,
+    ranks: int = 1,
     **lmcache: Any,
 ) -> Result:
     """One request to a fresh engine.
@@ -57,7 +58,8 @@ def ask(
         16,
         CPU_CONNECTOR,
         _lmcache(lynx) | lmcache,
-        {"PYTHONPATH": str(ROOT)},
+        {"PYTHONPATH": str(ROOT), **(bind_threads(ranks) if ranks > 1 else {})},
+        ranks=ranks,
     )
     if after_start is not None:
         log.touch()
@@ -68,6 +70,13 @@ def ask(
 
         threading.Thread(target=watch, daemon=True).start()
     return run(job, log=log, python=str(PYTHON))
+
+
+def bind_threads(ranks: int) -> dict[str, str]:
+    """One core for each rank: vLLM's own choice is a NUMA node for each."""
+    cores = sorted(os.sched_getaffinity(0))
+    bound = (str(cores[i % len(cores)]) for i in range(ranks))
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(bound)}
 
 
 def nvme(folder: Path) -> dict[str, Any]:
@@ -120,6 +129,18 @@ def test_another_models_cache(prompt, stored, tmp_path):
     result = ask(prompt, nvme(folder), tmp_path / "log", model=str(other))
     assert result.answers[0].external_hits == 0
     assert result.answers[0].tokens == tokens
+
+
+def test_ranks_have_caches_of_their_own(prompt, stored, tmp_path):
+    folder, tokens = stored  # of one rank
+    copy = tmp_path / "kv"
+    subprocess.run(["cp", "-r", folder, copy], check=True)
+    ranks = 3  # SmolLM2 has 3 KV heads
+    cold = ask(prompt, nvme(copy), tmp_path / "cold", ranks=ranks).answers[0]
+    assert (cold.external_hits, cold.tokens) == (0, tokens)
+    warm = ask(prompt, nvme(copy), tmp_path / "warm", ranks=ranks).answers[0]
+    assert (warm.cached_tokens, warm.external_hits, warm.own_hits) == (HITS, HITS, 0)
+    assert warm.tokens == tokens
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")

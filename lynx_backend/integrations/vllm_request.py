@@ -43,6 +43,7 @@ class Job:
         environment: further variables of the process.
         passes: how often all prompts are asked; in between vLLM forgets its own cache.
         logprobs: whether to keep the whole distribution of every new token of the last pass.
+        ranks: tensor parallel processes. With several, Lynx's metrics are theirs, and not counted.
         settle_seconds: time to let LMCache finish its writes in after each pass. Then the process
             ends by force, as LMCache without Lynx does not end by itself. With 0 it ends as any.
     """
@@ -55,6 +56,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     passes: int = 1
     logprobs: bool = False
+    ranks: int = 1
     settle_seconds: float = 0.0
 
 
@@ -147,6 +149,7 @@ def _main(job: Job) -> Result:
         dtype="float32",  # bfloat16 is many times slower on CPUs without instructions for it
         max_model_len=max(map(len, job.prompts)) + job.new_tokens + 1,
         enforce_eager=True,
+        tensor_parallel_size=job.ranks,
         disable_log_stats=False,
         max_logprobs=-1 if job.logprobs else 20,
         kv_transfer_config=KVTransferConfig(**job.transfer) if job.transfer else None,
