@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from prometheus_client import REGISTRY
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
 PLUGIN = {
@@ -22,6 +23,18 @@ PLUGIN = {
 }
 CHUNK = 256
 WAIT = 60.0
+#: Name -> tokens: a rest that is computed, a long rest, and a prompt that is stored whole.
+LENGTHS = {"short rest": 530, "long rest": 700, "whole": 512}
+
+
+def decisions(reason: str) -> float:
+    """Of ``lynx_draft_decisions_total``."""
+    return REGISTRY.get_sample_value("lynx_draft_decisions_total", {"reason": reason}) or 0.0
+
+
+def tokens(result: str) -> float:
+    """Of ``lynx_draft_tokens_total``."""
+    return REGISTRY.get_sample_value("lynx_draft_tokens_total", {"result": result}) or 0.0
 
 
 @dataclass
@@ -154,7 +167,10 @@ class Engine:
                 "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"lynx.residual_seconds": 600.0},
+                "kv_connector_extra_config": {
+                    "lynx.draft": "always",
+                    "lynx.residual_seconds": 600.0,
+                },
             },
         }
         self.engine = LLMEngine.from_engine_args(EngineArgs(**self.arguments))
@@ -306,5 +322,21 @@ class Engine:
 
         return hook
 
+    def prompts(self) -> dict[str, list[int]]:
+        """Stored prompts of :data:`LENGTHS`, by name."""
+        from lynx_backend.texts import default_text, prompt_tokens
+
+        text = prompt_tokens(self.engine.get_tokenizer(), default_text(), 2000)
+        made = {name: text[i : i + n] for i, (name, n) in enumerate(LENGTHS.items())}
+        self.store(*made.values())
+        return made
+
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+
+
+def key_of(engine: Engine, prompt: list[int], chunk: int) -> Any:
+    """The key of one of the prompt's chunks."""
+    database = engine.lynx_engine.token_database
+    keys = [engine.lynx.chunk_key(key) for _, _, key in database.process_tokens(prompt)]
+    return keys[chunk]

@@ -22,51 +22,12 @@ from typing import Any
 
 import pytest
 
-from _vllm import CHUNK, WAIT, Answer, Engine, small_model  # isort: skip
-from prometheus_client import REGISTRY  # isort: skip
-from lynx_backend.keys import ChunkKey, Part  # isort: skip
-from lynx_backend.models import model_folder  # isort: skip
+from _vllm import CHUNK, LENGTHS, WAIT, Answer, Engine, decisions, key_of, tokens  # isort: skip
+from lynx_backend.keys import Part  # isort: skip
 from lynx_backend.texts import default_text, prompt_tokens  # isort: skip
 
-#: Name -> tokens: a rest that is computed, a long rest, and a prompt that is stored whole.
-LENGTHS = {"short rest": 530, "long rest": 700, "whole": 512}
 SPLITS: list[dict[str, int]] = [{}, {"anchor_bits": 2, "residual_bits": 6}]
 NEW = 40
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vllm")
-    name = os.environ.get("VLLM_TEST_MODEL")
-    made = Engine(folder, str(model_folder(name)) if name else small_model(folder / "model"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def prompts(engine) -> dict[str, list[int]]:
-    tokens = prompt_tokens(engine.engine.get_tokenizer(), default_text(), 2000)
-    made = {name: tokens[i : i + n] for i, (name, n) in enumerate(LENGTHS.items())}
-    engine.store(*made.values())
-    return made
-
-
-def counted(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
-
-
-def decisions(reason: str) -> float:
-    return counted("lynx_draft_decisions_total", reason=reason)
-
-
-def tokens(result: str) -> float:
-    return counted("lynx_draft_tokens_total", result=result)
-
-
-def key_of(engine: Engine, prompt: list[int], chunk: int) -> ChunkKey:
-    database = engine.lynx_engine.token_database
-    keys = [engine.lynx.chunk_key(key) for _, _, key in database.process_tokens(prompt)]
-    return keys[chunk]
 
 
 # -- identity --------------------------------------------------------------------------------------
@@ -504,7 +465,8 @@ def test_in_processes_of_their_own(engine, prompts, tmp_path):
 
     def ask(draft: bool) -> tuple[int, list[int]]:
         arguments = engine.arguments | {"disable_log_stats": True}
-        transfer = {"kv_connector_extra_config": {"lynx.draft": draft}}
+        mode = "always" if draft else "never"
+        transfer = {"kv_connector_extra_config": {"lynx.draft": mode}}
         arguments["kv_transfer_config"] = arguments["kv_transfer_config"] | transfer
         given = json.dumps({"engine": arguments, "prompt": prompts["short rest"]})
         done = subprocess.run(

@@ -71,6 +71,7 @@ class ProgressiveRequest:
     Attributes:
         timeline: when things happened.
         bytes_received: by part, bytes of objects that landed whole.
+        bytes_expected: by part, bytes of all objects; 0 until they are asked for.
         residual_lost: True once it is known that FULL will not be reached because a residual is
             absent or did not arrive. The cache stays COARSE.
         error: why the state is FAILED, else None.
@@ -103,6 +104,7 @@ class ProgressiveRequest:
         self.request_id = request_id
         self.timeline = Timeline(time.monotonic(), [None] * len(keys), [None] * len(keys))
         self.bytes_received = dict.fromkeys(Part, 0)
+        self.bytes_expected = dict.fromkeys(Part, 0)
         self.residual_lost = False
         self.error: str | None = None
         self._codec = store.codec
@@ -193,6 +195,8 @@ class ProgressiveRequest:
         names = [key.object(part) for part in Part for key in self._keys]
         sizes = self._transport.sizes(names)
         absent = [name for name, size in zip(names, sizes, strict=True) if size is None]
+        for name, size in zip(names, sizes, strict=True):
+            self.bytes_expected[name.part] += size or 0
         for name in absent:
             self._count(name.part, "miss")
         if absent and absent[0].part == Part.ANCHOR:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from lynx_backend import Codec
 from lynx_backend.cli import main
 from lynx_backend.codec import Calibration
+from lynx_backend.integrations.vllm.trace import Tracer
 from lynx_backend.keys import ChunkKey, Part
 from lynx_backend.layout import KVLayout
 from lynx_backend.store import ChunkStore
@@ -59,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_help_names_every_command(lynx):
     text = lynx("--help").stdout
-    for command in ("demo", "check", "inspect", "calibrate", "bench"):
+    for command in ("demo", "check", "inspect", "calibrate", "trace", "bench"):
         assert command in text
         assert lynx(command, "--help").returncode == 0
 
@@ -178,3 +180,44 @@ def test_inspect_removes_a_chunk_and_nothing_else(folder: Path, lynx):
     assert done.returncode == 0
     assert "removed 2 objects" in done.stdout
     assert list(NvmeTier(folder, 1 << 20).names()) == []
+
+
+def test_trace_shows_and_draws_a_request(tmp_path: Path, lynx):
+    tracer = Tracer(str(tmp_path / "traces"))
+    tracer.begin("cmpl-1/0", time.time(), prompt=530, stored=512)
+    for event, count in (("anchors", 1), *[("draft", 1)] * 5, ("residual", 1), ("verify", 5)):
+        tracer.note("cmpl-1/0", event, count)
+    tracer.note("cmpl-1/0", "emit", 4)
+    tracer.note("cmpl-1/0", "emit", 1)
+    tracer.note("of another request", "emit", 1)
+    tracer.end("cmpl-1/0")
+    tracer.end("of another request")
+    (file,) = (tmp_path / "traces").iterdir()
+    picture = tmp_path / "trace.png"
+    done = lynx("trace", file, "-o", picture)
+    assert done.returncode == 0, done.stderr
+    for text in ("530 tokens, 512", "first draft", "first verified token", "5. verified token"):
+        assert text in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert lynx("trace", file, "--token", "7").stdout.split()[-4:] == [
+        "7.",
+        "verified",
+        "token",
+        "-",
+    ]
+
+
+def test_trace_refuses_what_is_none(tmp_path: Path, lynx):
+    wrong = tmp_path / "wrong.json"
+    for content in ("{", "[]", '{"request": "a", "prompt": 1, "stored": 1, "events": [1]}'):
+        wrong.write_text(content)
+        done = lynx("trace", wrong)
+        assert done.returncode == 2
+        assert "is not a trace" in done.stderr
+
+
+def test_a_trace_that_cannot_be_written_harms_nobody(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    tracer = Tracer(str(tmp_path / "file"))
+    tracer.begin("a", time.time(), prompt=1, stored=1)
+    tracer.end("a")

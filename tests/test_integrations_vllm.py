@@ -36,11 +36,22 @@ def test_anchors_then_residuals():
     assert one.due(100.0) is None
 
 
-def test_a_residual_that_is_late():
+@pytest.mark.parametrize("phase", [Phase.DRAFTING, Phase.LOADING])
+def test_a_residual_that_is_late(phase):
+    """Whether the request drafts or only waits."""
     one = drafting()
     one.report(Counter([State.COARSE]), 1.0)
-    one.phase = Phase.DRAFTING
+    one.phase = phase
+    assert one.due(5.9) is None
     assert one.due(6.0) is Step.RECOMPUTE
+
+
+def test_lead():
+    one = drafting()
+    assert one.lead == 0.0
+    one.report(Counter([State.COARSE]), 1.0)
+    one.report(Counter([State.FULL]), 3.5)
+    assert one.lead == 2.5
 
 
 def test_anchors_that_are_late_are_given_up_once():
@@ -77,12 +88,17 @@ def test_a_rank_that_had_all_at_once_and_one_that_had_not():
 def test_settings():
     given = {"lynx.max_drafts": 8, "lynx.residual_seconds": 2, "lmcache.chunk_size": 256}
     assert DraftSettings.load(given) == DraftSettings(max_drafts=8, residual_seconds=2)
-    assert DraftSettings.load({}) == DraftSettings()
+    given = {"lynx.draft": "always", "lynx.trace_dir": "traces"}
+    assert DraftSettings.load(given) == DraftSettings(draft="always", trace_dir="traces")
+    assert DraftSettings.load({}) == DraftSettings(draft="auto")
     for wrong in (
         {"lynx.max_draft": 8},
         {"lynx.max_drafts": 0},
         {"lynx.max_drafts": 1.5},
-        {"lynx.draft": 1},
+        {"lynx.draft": True},
+        {"lynx.draft": "sometimes"},
+        {"lynx.draft": ["auto"]},
+        {"lynx.trace_dir": 1},
         {"lynx.anchor_seconds": True},
         {"lynx.anchor_seconds": "2"},
     ):

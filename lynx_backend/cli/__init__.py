@@ -11,7 +11,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigError, LynxError
-from . import bench, calibrate, check, demo, demo_vllm, demo_vllm_mp, inspect, serve
+from . import bench, calibrate, check, demo, demo_vllm, demo_vllm_mp, inspect, serve, trace
 
 app = typer.Typer(
     name="lynx",
@@ -27,6 +27,7 @@ app.command("demo-vllm-mp")(demo_vllm_mp.demo_vllm_mp)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("serve")(serve.serve)
+app.command("trace")(trace.trace)
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 

@@ -17,14 +17,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData
 
-from ... import metrics
 from ...errors import ConfigError, UnsupportedError
+from ...states import State
 from ..lmcache_cpu import LMCacheConnectorCPU
 from . import internals
 from .features import why_engine_does_not_draft, why_request_does_not_draft
 from .orders import Load, Orders, Reports
 from .settings import DraftSettings
-from .state import Drafting, Phase
+from .state import Drafting
+from .stats import DraftPrometheus, DraftStats
+from .trace import Tracer
 
 logger = logging.getLogger("vllm.lynx")
 
@@ -39,6 +41,8 @@ class LynxConnector(LMCacheConnectorCPU):
         drafting: in the scheduler's process, the requests between their anchors and their verified
             tokens, by id.
         armed: whether the scheduler withholds drafts.
+        stats: what vLLM's log line and metrics will say.
+        tracer: writes down what happens to requests, if the user wants that.
 
     Raises:
         LynxError: LMCache is set up in a way that this does not fit, or a setting is wrong.
@@ -50,12 +54,14 @@ class LynxConnector(LMCacheConnectorCPU):
         self.settings = DraftSettings.load(extra)
         self.drafting: dict[str, Drafting] = {}
         self.armed = False
+        self.stats = DraftStats()
+        self.tracer = Tracer(self.settings.trace_dir) if self.settings.trace_dir else None
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._block = vllm_config.cache_config.block_size
         self._offered: set[str] = set()
         self._hidden: dict[str, Any] = {}
         self._to_compute: set[str] = set()
-        self._plain: set[str] = set()
+        self._plain: dict[str, str] = {}
         self._orders = Orders()
         self._bound = Orders()
         self._loads: Any = None
@@ -76,7 +82,7 @@ class LynxConnector(LMCacheConnectorCPU):
         why = why_engine_does_not_draft(self._vllm_config, self._kv_cache_config)
         if why is not None:
             logger.warning("Lynx does not draft with this engine: %s", why)
-        self.armed = self.settings.draft and why is None
+        self.armed = self.settings.draft != "never" and why is None
 
     # -- the scheduler's half ----------------------------------------------------------------------
 
@@ -101,8 +107,9 @@ class LynxConnector(LMCacheConnectorCPU):
         # Only now: until its blocks are there, a request is looked up again and again.
         self._to_compute.discard(request_id)
         if not drafts:
-            if num_external_tokens and self.armed:
-                metrics.DRAFT_DECISIONS.labels(self._why_not(request)).inc()
+            why = self._why_not(request)
+            if num_external_tokens and self.armed and why is not None:
+                self.stats.decided(why)
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
         super().update_state_after_alloc(request, blocks, 0)  # LMCache loads nothing
@@ -117,6 +124,11 @@ class LynxConnector(LMCacheConnectorCPU):
             anchor_deadline=now + self.settings.anchor_seconds,
             residual_seconds=self.settings.residual_seconds,
         )
+        if self.tracer is not None:
+            prompt = request.num_prompt_tokens
+            self.tracer.begin(
+                request_id, request.arrival_time, prompt=prompt, stored=end, cached=first
+            )
         self._orders.loads.append(
             Load(
                 request_id,
@@ -151,9 +163,9 @@ class LynxConnector(LMCacheConnectorCPU):
         """Load nothing when this request is admitted next."""
         self._to_compute.add(request_id)
 
-    def load_plainly(self, request_id: str) -> None:
-        """Let LMCache load this request, if it finds it."""
-        self._plain.add(request_id)
+    def load_plainly(self, request_id: str, why: str) -> None:
+        """Let LMCache load this request, if it finds it; ``why`` is a metric's label."""
+        self._plain[request_id] = why
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         orders, self._orders = self._orders, Orders()
@@ -167,14 +179,20 @@ class LynxConnector(LMCacheConnectorCPU):
             now = time.monotonic()
             for request_id, counts in reports.ranks.items():
                 if request_id in self.drafting:
-                    self.drafting[request_id].report(counts, now)
+                    self._note_report(request_id, counts, now)
+            for request_id, wait in reports.waits.items():
+                if request_id in self.drafting:
+                    self.drafting[request_id].wait = wait
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
         request_id = request.request_id
         self.forget(request_id)
         self._hidden.pop(request_id, None)
-        for marked in (self._offered, self._to_compute, self._plain):
+        self._plain.pop(request_id, None)
+        for marked in (self._offered, self._to_compute):
             marked.discard(request_id)
+        if self.tracer is not None:
+            self.tracer.end(request_id)
         result: tuple[bool, Any] = super().request_finished(request, block_ids)
         return result
 
@@ -183,7 +201,7 @@ class LynxConnector(LMCacheConnectorCPU):
         if not self.armed:
             return "off"
         if request.request_id in self._plain:
-            return "no_anchor"
+            return self._plain[request.request_id]
         if request.num_preemptions:
             return "preempted"
         return why_request_does_not_draft(request, current_platform.is_cpu())
@@ -219,10 +237,35 @@ class LynxConnector(LMCacheConnectorCPU):
 
     def _is_coarse(self, request_id: str) -> bool:
         drafting = self.drafting.get(request_id)
-        return drafting is not None and drafting.phase is not Phase.VERIFYING
+        return drafting is not None and drafting.coarse
 
     def _request(self, request_id: str) -> Any:
         return self._lmcache_engine._unfinished_requests[request_id]
+
+    def _note_report(self, request_id: str, counts: Counter[State], now: float) -> None:
+        drafting = self.drafting[request_id]
+        before = drafting.arrived
+        drafting.report(counts, now)
+        if self.tracer is not None and drafting.arrived is not before:
+            if before is State.ABSENT and drafting.arrived is not State.FAILED:
+                self.tracer.note(request_id, "anchors")
+            if drafting.arrived is State.FULL:
+                self.tracer.note(request_id, "residual")
+
+    # -- both halves, for vLLM's statistics --------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> DraftStats | None:
+        if not self.armed:
+            return None
+        return self.stats.take(sum(each.withheld for each in self.drafting.values()))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> DraftStats:
+        return DraftStats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> DraftPrometheus:
+        return DraftPrometheus(*args)
 
     # -- a worker's half ---------------------------------------------------------------------------
 
@@ -272,7 +315,8 @@ class LynxConnector(LMCacheConnectorCPU):
 
     def build_connector_worker_meta(self) -> Reports | None:
         news: dict[str, Counter[Any]] = self._loads.news()
-        return Reports(news) if news else None
+        waits: dict[str, float] = self._loads.waits()
+        return Reports(news, waits) if news or waits else None
 
     def shutdown(self) -> None:
         if self._loads is not None:

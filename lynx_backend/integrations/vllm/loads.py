@@ -8,6 +8,7 @@ refined. So a late object cannot reach blocks that were given to somebody else.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from ...progressive import ProgressiveRequest
 from ...states import State
 from ...store import ChunkStore, StoredObjects
 from ...transport.local import LocalTransport
+from .arrivals import Arrivals
 from .orders import Load
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Loads:
         self._loads: dict[str, _Loading] = {}
         self._landed: set[str] = set()
         self._news: dict[str, Counter[State]] = {}
+        self._arrivals = Arrivals()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
@@ -96,6 +99,7 @@ class Loads:
         Such a request's blocks are not written any more unless :meth:`write` is called. Whether
         they hold anything is in :meth:`news`.
         """
+        self._arrivals.observe(time.monotonic(), self._requests())
         for request_id, loading in list(self._loads.items()):
             state = loading.request.state
             if loading.reported is State.ABSENT:
@@ -118,6 +122,13 @@ class Loads:
         """What :meth:`poll` found, once."""
         news, self._news = self._news, {}
         return news
+
+    def waits(self) -> dict[str, float]:
+        """Of requests whose anchors are there, seconds until the residual is expected."""
+        waits = self._arrivals.waits(self._requests())
+        return {
+            name: waits[name] for name, each in self._loads.items() if each.reported is State.COARSE
+        }
 
     def write(self, request_id: str) -> None:
         """Write Q_full to the request's pages, unless they hold it already; its load ends."""
@@ -146,6 +157,9 @@ class Loads:
         self.transport.close()
 
     # -- details -----------------------------------------------------------------------------------
+
+    def _requests(self) -> dict[str, ProgressiveRequest]:
+        return {name: loading.request for name, loading in self._loads.items()}
 
     def _started(self, load: Load) -> _Loading:
         chunk = self._layout.tokens

@@ -52,12 +52,21 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class Reports(KVConnectorWorkerMetadata):
-    """From the workers: by request, how many ranks have newly reached each state."""
+    """From the workers.
+
+    Attributes:
+        ranks: by request, how many ranks have newly reached each state.
+        waits: by request whose anchors are there, seconds until the slowest rank is expected to
+            have its residual.
+    """
 
     ranks: dict[str, Counter[State]] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
         assert isinstance(other, Reports)
         for request_id, counts in other.ranks.items():
             self.ranks.setdefault(request_id, Counter()).update(counts)
+        for request_id, wait in other.waits.items():
+            self.waits[request_id] = max(wait, self.waits.get(request_id, 0.0))
         return self

@@ -14,9 +14,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.request import Request, RequestStatus
 
-from ... import metrics
 from ...errors import ConfigError
+from ...states import State
 from . import internals
+from .policy import Policy
 from .state import Drafting, Phase, Step
 
 _NEVER = 1 << 60
@@ -45,13 +46,19 @@ class LynxScheduler(Scheduler):
                 f"lynx_backend.integrations.vllm.connector, found {type(self.connector).__name__}"
             )
         self._drafting: dict[str, Drafting] = self.connector.drafting
+        self._stats = self.connector.stats
+        self._tracer = self.connector.tracer
+        settings = self.connector.settings
+        self.policy = Policy(settings.draft, settings.max_drafts)
+        self._began = 0.0
         self.connector.arm()
         self._keep_coarse_blocks_private()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._began = now = time.monotonic()
         if not self._drafting:
             return super().schedule(*args, **kwargs)
-        rewound = self._take_due_steps(time.monotonic())
+        rewound = self._take_due_steps(now)
         out = super().schedule(*args, **kwargs)
         for request_id in out.num_scheduled_tokens:
             drafting = self._drafting.get(request_id)
@@ -64,6 +71,13 @@ class LynxScheduler(Scheduler):
                 self._keep_drafts(self.requests[request_id], drafting, len(put_up))
         self._rebuild_rows(out.scheduled_cached_reqs, rewound)
         return out
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        requests = len(scheduler_output.num_scheduled_tokens)
+        if requests:
+            tokens = scheduler_output.total_num_scheduled_tokens
+            self.policy.measured(time.monotonic() - self._began, tokens, requests)
+        return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **kwargs: Any) -> Any:
         return spec_decoding_stats  # sized by a setting that there is not; Lynx's metrics count
@@ -78,15 +92,18 @@ class LynxScheduler(Scheduler):
             result: tuple[list[int], bool] = super()._update_request_with_output(
                 request, new_token_ids, *args, **kwargs
             )
+            self._trace(request.request_id, "emit", len(result[0]))
             return result
         status, reason = request.status, request.stop_reason
         for token in new_token_ids:
             request.append_output_token_ids(token)
+            drafting.withheld += 1
             stop = check_stop(request, self.max_model_len)
             request.status, request.stop_reason = status, reason
             if stop or drafting.full(request.num_output_tokens):
                 request.next_decode_eligible_step = _NEVER
                 break
+        self._trace(request.request_id, "draft", len(new_token_ids))
         return [], False
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +117,8 @@ class LynxScheduler(Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         drafting = self._drafting.get(request.request_id)
         if drafting is not None:
+            if drafting.held:
+                kwargs["delay_free_blocks"] = False  # nothing writes to its blocks any more
             if drafting.coarse:
                 drafting.drafts = list(request.output_token_ids)
             self._drop(request.request_id, drafting, "aborted")
@@ -133,21 +152,51 @@ class LynxScheduler(Scheduler):
         for request_id, drafting in list(self._drafting.items()):
             step = drafting.due(now)
             request = self.requests[request_id]
-            if step is None or request.num_in_flight_tokens:
+            if request.num_in_flight_tokens:
                 continue
-            if step is Step.GIVE_UP:
+            if step is None:
+                if drafting.phase is Phase.LOADING and drafting.arrived is State.COARSE:
+                    self._weigh(request, drafting)
+            elif step is Step.GIVE_UP:
                 drafting.gave_up = True
                 self.connector.order_drop(request_id)
             elif step is Step.REFINE:
                 self._refine(request, drafting, rewound)
             elif request.status == RequestStatus.RUNNING:
                 self._recompute(request, now)
-            elif request_id in self.finished_recving_kv_req_ids:
-                self._look_up_again(request)
+            elif drafting.held or request_id in self.finished_recving_kv_req_ids:
+                self._start_over(request, drafting)
         return rewound
+
+    def _weigh(self, request: Any, drafting: Drafting) -> None:
+        """A request with its anchors and no residual: let it draft, or have it wait.
+
+        It is asked again in each step until it runs. vLLM runs it once it is among those that
+        finished receiving, so one that waits is taken out of them: it costs nobody anything, keeps
+        its place, and goes on in the step in which its residual is there.
+        """
+        request_id = request.request_id
+        if not drafting.held and request_id not in self.finished_recving_kv_req_ids:
+            return  # another rank still writes its anchors
+        rest = request.num_prompt_tokens - drafting.end
+        drafts = self.policy.drafts(drafting.wait, rest, len(self.running))
+        if drafts:
+            drafting.max_drafts = drafts
+            self._let_go(request_id, drafting)
+        elif not drafting.held:
+            drafting.held = True
+            self.finished_recving_kv_req_ids.discard(request_id)
+            self._trace(request_id, "wait")
+
+    def _let_go(self, request_id: str, drafting: Drafting) -> None:
+        if drafting.held:
+            drafting.held = False
+            self.finished_recving_kv_req_ids.add(request_id)
 
     def _refine(self, request: Any, drafting: Drafting, rewound: set[str]) -> None:
         request_id = request.request_id
+        waited = drafting.held
+        self._let_go(request_id, drafting)
         loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         if loading and request_id not in self.finished_recving_kv_req_ids:
             return  # another rank still writes its anchors
@@ -156,13 +205,17 @@ class LynxScheduler(Scheduler):
             rewound.add(request_id)
         drafting.phase = Phase.VERIFYING
         self.connector.order_write(request_id)
-        reason = "drafted" if drafting.drafts else "residual_was_first"
-        metrics.DRAFT_DECISIONS.labels(reason).inc()
+        self._trace(request_id, "verify", len(drafting.drafts))
+        if waited:
+            self.policy.waited()
+        not_drafted = "waited" if waited else "residual_was_first"
+        self._stats.decided("drafted" if drafting.drafts else not_drafted)
 
     def _rewind(self, request: Any, drafting: Drafting) -> None:
         """Back to what the store gave; the drafts are put up for verification."""
         prompt = request.num_prompt_tokens
         drafting.drafts = request._all_token_ids[prompt:]
+        drafting.withheld = 0
         del request._all_token_ids[prompt:]
         del request._output_token_ids[:]
         del request.block_hashes[prompt // self.hash_block_size :]
@@ -180,10 +233,17 @@ class LynxScheduler(Scheduler):
         # It may run again in this very step, and the runner must not think that it never stopped.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
-    def _look_up_again(self, request: Any) -> None:
-        """The anchors did not come: let LMCache load the request, or compute it."""
+    def _start_over(self, request: Any, drafting: Drafting) -> None:
+        """A request that did not run yet gets no anchors, or no residual: let LMCache load what it
+        finds, or compute it if that may take as long again."""
         request_id = request.request_id
-        self.connector.load_plainly(request_id)
+        self._let_go(request_id, drafting)
+        if drafting.arrived is State.COARSE:
+            self._stats.decided("no_residual")
+            self.connector.compute(request_id)
+        else:
+            why = "no_anchor" if drafting.coarse_at is None else "no_residual"
+            self.connector.load_plainly(request_id, why)
         self.connector.forget(request_id)
         self.failed_recving_kv_req_ids.add(request_id)
         request.num_computed_tokens = 0
@@ -193,7 +253,7 @@ class LynxScheduler(Scheduler):
         if request.is_prefill_chunk:
             request.spec_token_ids = list(drafting.drafts)
         else:
-            metrics.DRAFT_TOKENS.labels("dropped").inc(len(drafting.drafts) - put_up)
+            self._stats.drafts("dropped", len(drafting.drafts) - put_up)
             del drafting.drafts[put_up:]
 
     def _rebuild_rows(self, cached: Any, rewound: set[str]) -> None:
@@ -207,13 +267,21 @@ class LynxScheduler(Scheduler):
         self.connector.verified(request_id)
         drafted = len(drafting.drafts)
         accepted = min(accepted, drafted)
-        metrics.DRAFT_TOKENS.labels("accepted").inc(accepted)
-        metrics.DRAFT_TOKENS.labels("rejected").inc(drafted - accepted)
+        self._stats.drafts("accepted", accepted)
+        self._stats.drafts("rejected", drafted - accepted)
+        if drafted:
+            self._stats.verified(self.policy.gained(drafted, accepted), drafting.lead)
+            self.policy.verified(drafted, accepted)
 
     def _drop(self, request_id: str, drafting: Drafting, reason: str) -> None:
         """A request leaves drafting without verification."""
         if drafting.coarse:
             lost = drafting.due(time.monotonic()) is Step.RECOMPUTE
-            metrics.DRAFT_DECISIONS.labels("no_residual" if lost else reason).inc()
-        metrics.DRAFT_TOKENS.labels("dropped").inc(len(drafting.drafts))
+            self._stats.decided("no_residual" if lost else reason)
+        self._stats.drafts("dropped", len(drafting.drafts))
+        self._trace(request_id, "drop", len(drafting.drafts))
         self.connector.forget(request_id)
+
+    def _trace(self, request_id: str, event: str, count: int = 1) -> None:
+        if self._tracer is not None:
+            self._tracer.note(request_id, event, count)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from ...errors import ConfigError
+from .policy import Mode
 
 PREFIX = "lynx."
 
@@ -17,18 +18,21 @@ class DraftSettings:
     """Settings of progressive decode, each given as ``lynx.NAME``.
 
     Attributes:
-        draft: whether requests may draft; False leaves everything to LMCache.
+        draft: "auto" drafts where that pays, "always" wherever it can be, "never" leaves everything
+            to LMCache.
         max_drafts: drafts at most, before a request waits for its residual.
         anchor_seconds: how long anchors may take; LMCache then loads the request, or vLLM computes
             it.
         residual_seconds: how long residuals may take after the anchors; the request is then
             computed.
+        trace_dir: folder for a file for each request with what happened when; "" for none.
     """
 
-    draft: bool = True
+    draft: Mode = "auto"
     max_drafts: int = 64
     anchor_seconds: float = 10.0
     residual_seconds: float = 10.0
+    trace_dir: str = ""
 
     @classmethod
     def load(cls, extra: Mapping[str, Any]) -> DraftSettings:
@@ -49,11 +53,20 @@ class DraftSettings:
                     f"unknown setting {key} in kv_connector_extra_config; the nearest known one is "
                     f"{PREFIX}{near[0]}"
                 )
-            kind = known[name]
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            fits = {bool: isinstance(value, bool), int: isinstance(value, int) and number}
-            if not fits.get(kind, number) or (kind is not bool and value <= 0):
-                wanted = "true or false" if kind is bool else f"a {kind.__name__} above 0"
+            wanted = _what_is_wrong(name, known[name], value)
+            if wanted:
                 raise ConfigError(f"{key} must be {wanted}, got {value!r}")
             found[name] = value
         return cls(**found)
+
+
+def _what_is_wrong(name: str, kind: type, value: object) -> str:
+    """What the value should have been, or ""."""
+    if name == "draft":
+        modes = get_args(Mode)
+        return "" if value in modes else f"one of {', '.join(modes)}"
+    if kind is str:
+        return "" if isinstance(value, str) else "text"
+    kinds = (int,) if kind is int else (int, float)
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+    return "" if fits else f"a {kind.__name__} above 0"

@@ -44,13 +44,17 @@ class Drafting:
         first, end: the tokens whose cache comes from the store; what was computed from ``end`` on
             is computed again after the refinement.
         ranks: workers that load a part each.
-        max_drafts: drafts at most.
+        max_drafts: drafts at most; the policy may lower it.
         anchor_deadline: monotonic seconds at which waiting for anchors ends.
         residual_seconds: the longest time from the anchors to the residuals.
         phase: see :class:`Phase`.
         arrived: what every rank has; FAILED as soon as one rank will never have it.
         drafts: what is put up for verification, once the phase is VERIFYING.
         gave_up: the workers were told to stop loading.
+        held: its anchors are in its pages, but it only waits, because drafting does not pay.
+        withheld: drafts made and not yet put up.
+        wait: expected seconds from the last report to the last residual.
+        coarse_at, full_at: monotonic seconds at which every rank had anchors, and everything.
     """
 
     first: int
@@ -63,8 +67,12 @@ class Drafting:
     arrived: State = State.ABSENT
     drafts: list[int] = field(default_factory=list)
     gave_up: bool = False
+    held: bool = False
+    withheld: int = 0
+    wait: float = float("inf")
+    coarse_at: float | None = None
+    full_at: float | None = None
     _reports: Counter[State] = field(default_factory=Counter)
-    _residual_deadline: float = float("inf")
 
     @property
     def coarse(self) -> bool:
@@ -78,9 +86,10 @@ class Drafting:
             self.arrived = State.FAILED
         elif self._reports[State.FULL] >= self.ranks:
             self.arrived = State.FULL
+            self.full_at = now
         elif self.arrived is State.ABSENT and self._reports[State.COARSE] >= self.ranks:
             self.arrived = State.COARSE
-            self._residual_deadline = now + self.residual_seconds
+            self.coarse_at = now
 
     def due(self, now: float) -> Step | None:
         """What has to be done now, if anything."""
@@ -92,9 +101,16 @@ class Drafting:
             return Step.REFINE
         if self.arrived is State.ABSENT and now >= self.anchor_deadline:
             return None if self.gave_up else Step.GIVE_UP
-        if self.phase is Phase.DRAFTING and now >= self._residual_deadline:
+        if self.coarse_at is not None and now >= self.coarse_at + self.residual_seconds:
             return Step.RECOMPUTE
         return None
+
+    @property
+    def lead(self) -> float:
+        """Seconds between its last anchor and its last residual; 0 unless both are there."""
+        if self.coarse_at is None or self.full_at is None:
+            return 0.0
+        return self.full_at - self.coarse_at
 
     def full(self, drafted: int) -> bool:
         """Whether there are as many drafts as may be."""
