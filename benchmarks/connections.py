@@ -23,7 +23,7 @@ from ucx_node import content
 
 from lynx_backend.errors import TransportError
 from lynx_backend.transport.client import UcxTransport
-from lynx_backend.transport.connection import LinkOptions
+from lynx_backend.transport.greeting import LinkOptions
 
 MIB = 1 << 20
 SETTLE_SECONDS = 5.0

@@ -18,7 +18,7 @@ pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
 from lynx_backend.errors import TransportError
 from lynx_backend.keys import Part
 from lynx_backend.transport.client import UcxTransport
-from lynx_backend.transport.connection import LinkOptions
+from lynx_backend.transport.greeting import LinkOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ucx_node import content, name, size_of

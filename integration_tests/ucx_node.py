@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from lynx_backend.keys import ChunkKey, ObjectName, Part
-from lynx_backend.transport.connection import LinkOptions
+from lynx_backend.transport.greeting import LinkOptions
 from lynx_backend.transport.server import UcxServer
 
 

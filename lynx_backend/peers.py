@@ -20,7 +20,7 @@ from .keys import ObjectName
 from .logs import warn_limited
 from .tiers.base import Buffer, Tier, TierStats
 from .transport.client import UcxTransport
-from .transport.connection import LinkOptions
+from .transport.greeting import LinkOptions
 from .transport.member import Member
 from .transport.protocol import Terms
 

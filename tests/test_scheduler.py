@@ -211,3 +211,18 @@ def test_impossible_sizes_are_refused():
         Scheduler(0)
     with pytest.raises(InvalidInputError, match="negative"):
         Scheduler().submit("a", name(1), -1)
+
+
+def test_what_is_upcoming_is_told_about_in_the_order_of_sending_and_stays_queued():
+    scheduler = Scheduler(QUANTUM)
+    queued = [("a", 0, Part.RESIDUAL), ("a", 1, Part.ANCHOR), ("a", 2, Part.ANCHOR)]
+    queued += [("b", 3, Part.ANCHOR), ("b", 4, Part.RESIDUAL)]
+    for request, i, part in queued:
+        scheduler.submit(request, name(i, part), 10)
+    upcoming = list(scheduler.upcoming())
+    assert upcoming == [(request, name(i, part)) for request, i, part in (
+        ("a", 1, Part.ANCHOR), ("b", 3, Part.ANCHOR), ("a", 2, Part.ANCHOR),
+        ("a", 0, Part.RESIDUAL), ("b", 4, Part.RESIDUAL),
+    )]  # fmt: skip
+    sent = [scheduler.next() for _ in upcoming]
+    assert sorted((f.request, f.name) for f in sent) == sorted(upcoming)

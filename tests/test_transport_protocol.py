@@ -36,7 +36,7 @@ READERS = {
     "lookup": protocol.unpack_lookup,
     "sizes": protocol.unpack_sizes,
     "data": protocol.unpack_data,
-    "ack": protocol.unpack_ack,
+    "ack": protocol.unpack_acks,
     "id": protocol.unpack_id,
     "end": protocol.unpack_end,
 }
@@ -97,7 +97,7 @@ def whole_frames() -> dict[str, bytes]:
         "lookup": protocol.pack_lookup(1, [name]),
         "sizes": protocol.pack_sizes(1, [5]),
         "data": protocol.pack_data(1, [Piece(1, 0, 5)]),
-        "ack": protocol.pack_ack(1),
+        "ack": protocol.pack_acks([1]),
         "id": protocol.pack_id(Kind.CANCEL, 1),
     }
     return {what: raw[protocol.FRAME_HEADER_BYTES :] for what, raw in frames.items()}

@@ -18,10 +18,11 @@ from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.testing.transport import WAIT_SECONDS, ScriptedSource, TransportConformance
 from lynx_backend.transport import ObjectSource, Transport, protocol
 from lynx_backend.transport.client import UcxTransport
-from lynx_backend.transport.connection import LinkOptions, frames, greet
+from lynx_backend.transport.greeting import LinkOptions, greet
 from lynx_backend.transport.loop import LoopThread
 from lynx_backend.transport.protocol import Kind, Piece, Request, Terms
 from lynx_backend.transport.server import UcxServer
+from lynx_backend.transport.stream import FrameStream
 from lynx_backend.transport.ucx import Channel
 
 QUICK = LinkOptions(timeout_seconds=2.0)
@@ -303,6 +304,47 @@ def test_what_is_too_large_or_too_much_is_refused(serve: Serve, connect: Connect
         fetched(transport, name(0), 4)
 
 
+def test_a_read_that_fails_after_its_client_has_left_harms_nobody_else(
+    serve: Serve, connect: Connect, source: ScriptedSource
+):
+    server = serve()
+    leaving, staying = connect(server), connect(server)
+    source.held[name(1)] = threading.Event()
+    source.broken.add(name(1))
+    future = leaving.fetch("r", name(1), memoryview(bytearray(4)))
+    source.wait_until_read(name(1))
+    leaving.abort()
+    with pytest.raises(TransportError, match="aborted"):
+        future.result(WAIT_SECONDS)
+    eventually(lambda: server.peers == 1)
+    source.held[name(1)].set()
+    assert fetched(staying, name(0), 4) == b"data"
+
+
+def test_little_is_read_for_a_client_that_takes_nothing(
+    serve: Serve, connect: Connect, source: ScriptedSource
+):
+    server = serve()
+    size, count = 200_000, 300
+    source.objects |= {name(i + 1): bytes(size) for i in range(count)}
+    honest = connect(server)
+
+    async def asking() -> None:
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(FrameStream, *server.address)
+        greeting = await greet(stream, "client", bytes(16), QUICK, Channel)
+        for i in range(count):
+            stream.write(Request(i, 0, False, name(i + 1), size).pack(Kind.FETCH))
+        await loop.run_in_executor(None, source.wait_until_read, name(1))
+        for _ in range(5):  # the others are served meanwhile
+            assert await loop.run_in_executor(None, fetched, honest, name(0), 4) == b"data"
+        stream.abort()
+        greeting.channel.destroy()
+
+    asyncio.run(asyncio.wait_for(asking(), WAIT_SECONDS))
+    assert len(source.reading) * size < 24 << 20
+
+
 # -- puts
 
 
@@ -385,20 +427,25 @@ class Liar:
         self.address = self.thread.wait(self._listen(), WAIT_SECONDS)
 
     async def _listen(self) -> tuple[str, int]:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        loop = asyncio.get_running_loop()
+
+        def made(stream: FrameStream) -> None:
+            self.serving = loop.create_task(self._serve(stream))
+
+        self.server = await loop.create_server(lambda: FrameStream(made), "127.0.0.1", 0)
         return self.server.sockets[0].getsockname()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        args = "server", bytes(16), QUICK, Channel
-        _, channel = await greet(reader, writer, *args)
-        async for kind, payload in frames(reader, 1 << 20):
+    async def _serve(self, stream: FrameStream) -> None:
+        greeting = await greet(stream, "server", bytes(16), QUICK, Channel)
+
+        def handle(kind: Kind, payload: bytes) -> None:
             if kind == Kind.FETCH:
-                writer.write(self.says(Request.unpack(payload)))
+                stream.write(self.says(Request.unpack(payload)))
             elif kind == Kind.LOOKUP:
-                writer.write(
-                    self.says(Request(protocol.unpack_lookup(payload)[0], 0, 0, name(0), 0))
-                )
-        channel.destroy()
+                wanted = Request(protocol.unpack_lookup(payload)[0], 0, False, name(0), 0)
+                stream.write(self.says(wanted))
+
+        stream.start(handle, lambda error: greeting.channel.destroy())
 
 
 LIES: dict[str, Callable[[Request], bytes]] = {
@@ -408,7 +455,7 @@ LIES: dict[str, Callable[[Request], bytes]] = {
     "data twice": lambda r: protocol.pack_data(0, [Piece(r.id, 0, 4), Piece(r.id, 0, 4)]),
     "a huge message": lambda r: protocol.pack_data(0, [Piece(r.id, 0, 2**32 - 1)]),
     "a message out of order": lambda r: protocol.pack_data(7, [Piece(r.id, 0, 4)]),
-    "an acknowledgement of nothing": lambda r: protocol.pack_ack(3),
+    "an acknowledgement of nothing": lambda r: protocol.pack_acks([3]),
     "more sizes than names": lambda r: protocol.pack_sizes(r.id, [1, 2, 3]),
     "what clients say": lambda r: protocol.pack_id(Kind.CANCEL, r.id),
     "nothing that can be read": lambda r: b"\xff" * 50,
@@ -448,7 +495,7 @@ def test_a_server_that_answers_nothing_useful_costs_a_bounded_wait(answer: bytes
 
 CLIENT_LIES: dict[str, Callable[[], bytes]] = {
     "data nobody asked for": lambda: protocol.pack_data(0, [Piece(1, 0, 4)]),
-    "an acknowledgement of nothing": lambda: protocol.pack_ack(3),
+    "an acknowledgement of nothing": lambda: protocol.pack_acks([3]),
     "the same twice": lambda: Request(1, 1, False, name(0), 4).pack(Kind.FETCH) * 2,
     "what servers say": lambda: protocol.pack_sizes(1, [1]),
     "a greeting again": lambda: LinkOptions().hello(bytes(16)).pack(),
@@ -465,12 +512,14 @@ def test_a_lying_client_is_left_and_the_others_go_on(
     source.held[name(0)] = threading.Event()
 
     async def lying() -> None:
-        reader, writer = await asyncio.open_connection(*server.address)
-        _, channel = await greet(reader, writer, "client", bytes(16), QUICK, Channel)
-        writer.write(CLIENT_LIES[lie]())
-        while await reader.read(1 << 16):
-            pass
-        channel.destroy()
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(FrameStream, *server.address)
+        greeting = await greet(stream, "client", bytes(16), QUICK, Channel)
+        left = asyncio.Event()
+        stream.write(CLIENT_LIES[lie]())
+        stream.start(lambda kind, payload: None, lambda error: left.set())
+        await left.wait()
+        greeting.channel.destroy()
 
     asyncio.run(asyncio.wait_for(lying(), WAIT_SECONDS))
     source.held[name(0)].set()

@@ -32,7 +32,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..keys import ChunkKey, ObjectName, Part
 from ..transport.client import UcxTransport
-from ..transport.connection import LinkOptions
+from ..transport.greeting import LinkOptions
 from ..transport.server import UcxServer
 from ..transport.ucx import Array, Channel, defaults, ucx_api
 

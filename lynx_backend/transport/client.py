@@ -13,11 +13,12 @@ from ..errors import InvalidInputError, TransportError
 from ..keys import ObjectName
 from . import protocol
 from .base import Transport, already_fetching
-from .connection import Connection, LinkOptions, greet
+from .connection import Connection
+from .greeting import LinkOptions, greet
 from .loop import LoopThread
 from .protocol import MOST_NAMES, NODE_BYTES, End, Kind, Request
 from .sender import Sender
-from .server import keep_alive
+from .stream import FrameStream
 from .ucx import Buffer, Channel, DeviceBuffer
 
 CLOSE_SECONDS = 5.0
@@ -237,20 +238,18 @@ class UcxTransport(Transport):
             return
         while self._connection is not None:  # the old one holds buffers for a moment more
             await asyncio.sleep(0.002)
-        reader, writer = await asyncio.open_connection(self.host, self.port)
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(FrameStream, self.host, self.port)
         try:
-            keep_alive(writer)
-            local = writer.get_extra_info("sockname")[0]
-            greeting, channel = await greet(
-                reader, writer, "client", self._node, self._options, partial(Channel, local)
-            )
+            local = partial(Channel, stream.local_host)
+            greeting = await greet(stream, "client", self._node, self._options, local)
             if self._expected not in (None, greeting.peer.node.hex()):
-                channel.destroy()
+                greeting.channel.destroy()
                 raise TransportError("another process than the one expected has that address now")
         except BaseException:
-            writer.transport.abort()
+            stream.abort()
             raise
-        connection = Connection(reader, writer, channel, greeting, self._options)
+        connection = Connection(stream, greeting, self._options)
         connection.handle = self._handle
         connection.closed = partial(self._gone, connection)
         connection.awaiting = lambda: bool(self._transfers or self._lookups)

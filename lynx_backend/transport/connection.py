@@ -8,53 +8,25 @@ on no buffer is written any more.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
-import os
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..errors import TransportError
 from . import protocol
-from .protocol import Hello, Kind, Piece, Terms
+from .greeting import Greeting, LinkOptions
+from .protocol import Kind, Piece
 from .scheduler import FRAGMENT_BYTES
-from .ucx import Buffer, Channel, part_of
-from .window import ANCHOR_WAIT_SECONDS, MOST_FRAGMENT_BYTES, Window
+from .stream import FrameStream
+from .ucx import Buffer, part_of
+from .window import MOST_FRAGMENT_BYTES, Window
 
 _TICKS = 4
 _GRACE_SECONDS = 0.05
 # What is queued towards a peer that does not read; frames are small.
 _MOST_UNSENT_BYTES = 8 << 20
-_READ_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class LinkOptions:
-    """How a node treats its peers.
-
-    Attributes:
-        timeout_seconds: silence of a peer that something is wanted from, connecting included,
-            after which it counts as dead. A peer that answers but moves no data is given up after
-            six times as long.
-        anchor_wait_seconds: most time that residuals under way may cost an arriving anchor.
-        most_object_bytes: largest object that is taken or given.
-        most_open: most unfinished fetches and puts of one peer.
-        secret: shared by all nodes; None where anybody who can connect may.
-        terms: what the peer has to agree with.
-    """
-
-    timeout_seconds: float = 5.0
-    anchor_wait_seconds: float = ANCHOR_WAIT_SECONDS
-    most_object_bytes: int = 1 << 30
-    most_open: int = 16384
-    secret: bytes | None = field(default=None, repr=False)
-    terms: Terms = field(default_factory=Terms)
-
-    def hello(self, node: bytes) -> Hello:
-        """The first frame of a new connection."""
-        nonce = os.urandom(protocol.NONCE_BYTES)
-        return Hello(node, nonce, self.most_object_bytes, self.most_open, self.terms)
+# How often messages that have come are acknowledged, so that many share what a frame costs.
+_ACK_SECONDS = 0.0005
 
 
 @dataclass(slots=True)
@@ -80,9 +52,8 @@ class Connection:
     """A peer that has proved itself.
 
     Args:
-        reader, writer: the stream of frames.
-        channel: connected; destroyed with the connection.
-        greeting: what :func:`greet` learnt.
+        stream: the stream of frames, greeted.
+        greeting: what :func:`greet` learnt; its channel is destroyed with the connection.
 
     Attributes:
         handle: called with every frame that is not about data under way.
@@ -90,14 +61,7 @@ class Connection:
         closed: called once, with the reason, when the connection is over and no buffer is held.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        channel: Channel,
-        greeting: Greeting,
-        options: LinkOptions,
-    ) -> None:
+    def __init__(self, stream: FrameStream, greeting: Greeting, options: LinkOptions) -> None:
         self.peer = greeting.peer
         self.window = Window(options.anchor_wait_seconds, greeting.round_trip)
         self.incoming: dict[int, Incoming] = {}
@@ -107,25 +71,25 @@ class Connection:
         self.handle: Callable[[Kind, bytes], None] = lambda kind, payload: None
         self.acknowledged: Callable[[], None] = lambda: None
         self.closed: Callable[[TransportError], None] = lambda error: None
-        self._reader, self._writer, self._channel = reader, writer, channel
+        self._stream, self._channel = stream, greeting.channel
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._sent = self._received = 0
-        self._progressing = False
+        self._progressing = self._scheduled = False
+        self._landed: list[int] = []
+        self._acknowledged_at = 0.0
         self._spares: list[bytearray] = []
         self._unsent: list[bytes] = []
         self._outgoing: list[tuple[Buffer, int]] = []
         self._heard = True
         self._quiet = self._stuck = 0
         self._moved = 0
-        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to read and to watch."""
-        # Soon, not now: frames that are there are read first. Data whose message was not yet
-        # announced is copied once more by UCX.
-        self._loop.add_reader(self._channel.event_fd, self._soon)
-        self._tasks = [self._loop.create_task(t) for t in (self._read(), self._watch())]
+        self._loop.add_reader(self._channel.event_fd, self._progress)
+        self._watching = self._loop.create_task(self._watch())
+        self._stream.start(self._take, self.abort)
         self._soon()
 
     # -- frames ------------------------------------------------------------------------------------
@@ -134,7 +98,7 @@ class Connection:
         """Send one frame; nothing happens on a connection that is over."""
         if self.error is not None:
             return
-        if not self._unsent:
+        if not self._unsent and not self._progressing:
             self._loop.call_soon(self._flush)  # what is written together is sent together
         self._unsent.append(frame)
 
@@ -143,9 +107,8 @@ class Connection:
         messages, self._outgoing = self._outgoing, []
         if self.error is not None:
             return
-        self._writer.write(b"".join(frames))
-        transport = self._writer.transport
-        if transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+        self._stream.write(b"".join(frames))
+        if self._stream.unsent > _MOST_UNSENT_BYTES:
             self.abort(TransportError("the peer does not read what it is sent"))
             return
         try:
@@ -156,23 +119,22 @@ class Connection:
         if messages:
             self._soon()
 
-    async def _read(self) -> None:
-        try:
-            async for kind, payload in frames(self._reader, protocol.MOST_FRAME_BYTES):
-                self._heard = True
-                if kind == Kind.DATA:
-                    self._expect_message(*protocol.unpack_data(payload))
-                elif kind == Kind.ACK:
-                    if not self.window.acknowledged(protocol.unpack_ack(payload), time.monotonic()):
-                        raise TransportError("the peer acknowledged what was not sent")
-                    self._moved += 1
-                    self.acknowledged()
-                elif kind == Kind.PING:
-                    self.write(protocol.frame(Kind.PONG))
-                elif kind != Kind.PONG:
-                    self.handle(kind, payload)
-        except (TransportError, OSError) as e:
-            self.abort(_as_error(e))
+    def _take(self, kind: Kind, payload: bytes) -> None:
+        """A frame has come."""
+        self._heard = True
+        if kind == Kind.DATA:
+            self._expect_message(*protocol.unpack_data(payload))
+        elif kind == Kind.ACK:
+            now = time.monotonic()
+            for sequence in protocol.unpack_acks(payload):
+                if not self.window.acknowledged(sequence, now):
+                    raise TransportError("the peer acknowledged what was not sent")
+            self._moved += 1
+            self.acknowledged()
+        elif kind == Kind.PING:
+            self.write(protocol.frame(Kind.PONG))
+        elif kind != Kind.PONG:
+            self.handle(kind, payload)
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -248,7 +210,7 @@ class Connection:
     def _land(
         self, sequence: int, pieces: list[Piece], targets: list[Incoming], staged: Buffer | None
     ) -> None:
-        self.write(protocol.pack_ack(sequence))
+        self._acknowledge(sequence)
         self._moved += 1
         at = 0
         for piece, incoming in zip(pieces, targets, strict=True):
@@ -283,20 +245,42 @@ class Connection:
             self.abort(TransportError("UCX lost a message on its way to the peer"))
 
     def _soon(self) -> None:
-        if not self._progressing:
-            self._progressing = True
-            self._loop.call_soon(self._progress)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._progress_soon)
+
+    def _progress_soon(self) -> None:
+        self._scheduled = False
+        self._progress()
 
     def _progress(self) -> None:
-        self._progressing = False
         if self.error is not None:
             return
+        self._progressing = True
         more = self._channel.progress()
+        self._progressing = False
+        if self._unsent:
+            self._flush()
         if self.error is not None:
             return  # by what was done just now
         # No spinning in between: it was measured to cost more of a busy processor than it gains.
         if more or not self._channel.arm():
             self._soon()
+
+    def _acknowledge(self, sequence: int) -> None:
+        self._landed.append(sequence)
+        if len(self._landed) > 1:
+            return  # with the first of them
+        wait = self._acknowledged_at + _ACK_SECONDS - self._loop.time()
+        if wait > 0:
+            self._loop.call_later(wait, self._write_acks)
+        else:
+            self._write_acks()
+
+    def _write_acks(self) -> None:
+        self._acknowledged_at = self._loop.time()
+        landed, self._landed = self._landed, []
+        self.write(protocol.pack_acks(landed))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -324,10 +308,9 @@ class Connection:
             return
         self.error = error
         self._loop.remove_reader(self._channel.event_fd)
-        for task in self._tasks:
-            task.cancel()
+        self._watching.cancel()
         # Not close(): what is unsent to a peer that does not read would keep the socket open.
-        self._writer.transport.abort()
+        self._stream.abort()
         # Soon, not now: this may be called from within the channel.
         self._loop.call_soon(self._over, time.monotonic() + _GRACE_SECONDS)
 
@@ -347,149 +330,3 @@ class Connection:
         until = time.monotonic() + seconds
         while self.error is None and self._channel.pending and time.monotonic() < until:
             await asyncio.sleep(0.001)
-
-
-# -- greeting --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Greeting:
-    """What was learnt of a peer before the first object.
-
-    Attributes:
-        peer: its hello.
-        round_trip: seconds a frame and its answer took.
-    """
-
-    peer: Hello
-    round_trip: float
-
-
-async def read_frame(reader: asyncio.StreamReader, most: int) -> tuple[Kind, bytes]:
-    """The next frame, of at most ``most`` bytes of payload."""
-    head = await reader.readexactly(protocol.FRAME_HEADER_BYTES)
-    kind, length = protocol.frame_header(head, most)
-    return kind, await reader.readexactly(length)
-
-
-async def frames(reader: asyncio.StreamReader, most: int) -> AsyncIterator[tuple[Kind, bytes]]:
-    """All frames from now on, each of at most ``most`` bytes of payload."""
-    head = protocol.FRAME_HEADER_BYTES
-    held = bytearray()
-    while True:
-        at = 0
-        while len(held) - at >= head:
-            kind, length = protocol.frame_header(held[at : at + head], most)
-            if len(held) - at < head + length:
-                break
-            yield kind, bytes(held[at + head : at + head + length])
-            at += head + length
-        del held[:at]
-        got = await reader.read(_READ_BYTES)
-        if not got:
-            raise TransportError("the peer closed the connection")
-        held += got
-
-
-async def greet(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    side: str,
-    node: bytes,
-    options: LinkOptions,
-    open_channel: Callable[[], Channel],
-) -> tuple[Greeting, Channel]:
-    """Exchange hellos, prove the secret, and connect a channel.
-
-    Args:
-        side: ``"client"``, which speaks first, or ``"server"``.
-        open_channel: called once the peer may be talked to, in a thread.
-
-    Raises:
-        TransportError: the peer is another kind of program, of another version, does not agree, or
-            does not know the secret. It has been told why.
-    """
-    try:
-        return await _greet(reader, writer, side, node, options, open_channel)
-    except asyncio.IncompleteReadError as e:
-        raise _as_error(e) from None
-    except TransportError as e:
-        if not isinstance(e, _RefusedError):
-            writer.write(protocol.pack_text(Kind.REFUSED, str(e)))
-            with contextlib.suppress(OSError):
-                await writer.drain()
-        raise
-
-
-class _RefusedError(TransportError):
-    """The peer refused; it need not be told."""
-
-
-async def _greet(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    side: str,
-    node: bytes,
-    options: LinkOptions,
-    open_channel: Callable[[], Channel],
-) -> tuple[Greeting, Channel]:
-    mine = options.hello(node).pack()
-    server = side == "server"
-    started = time.monotonic()
-    if not server:
-        writer.write(mine)
-    payload = await _read_greeting(reader, Kind.HELLO)
-    peer = Hello.unpack(payload)
-    mismatch = options.terms.mismatch(peer.terms)
-    if mismatch is not None:
-        raise TransportError(f"{mismatch}; connect nodes that serve the same caches")
-    theirs = protocol.frame(Kind.HELLO, payload)
-    hellos = (theirs, mine) if server else (mine, theirs)
-    round_trip = time.monotonic() - started
-    if server:
-        started = time.monotonic()
-        writer.write(mine)
-        # Nothing of UCX is touched before the client has proved that it knows the secret.
-        address = await _read_proof(reader, "client", hellos, options)
-        round_trip = time.monotonic() - started
-    loop = asyncio.get_running_loop()
-    channel = await loop.run_in_executor(None, open_channel)
-    try:
-        mac = protocol.proof(options.secret or b"", side, hellos, channel.address)
-        writer.write(protocol.pack_proof(mac, channel.address))
-        if not server:
-            address = await _read_proof(reader, "server", hellos, options)
-        await loop.run_in_executor(None, channel.connect, address)
-    except BaseException:
-        channel.destroy()
-        raise
-    return Greeting(peer, round_trip), channel
-
-
-async def _read_proof(
-    reader: asyncio.StreamReader, side: str, hellos: tuple[bytes, bytes], options: LinkOptions
-) -> bytes:
-    mac, address = protocol.unpack_proof(await _read_greeting(reader, Kind.PROOF))
-    expected = protocol.proof(options.secret or b"", side, hellos, address)
-    if not hmac.compare_digest(mac, expected):
-        raise TransportError(
-            f"the {side} has another shared secret, or none; give all nodes the same one"
-        )
-    return address
-
-
-async def _read_greeting(reader: asyncio.StreamReader, wanted: Kind) -> bytes:
-    kind, payload = await read_frame(reader, protocol.MOST_GREETING_BYTES)
-    if kind == Kind.REFUSED:
-        raise _RefusedError(f"the peer refused: {protocol.unpack_text(payload)}")
-    if kind != wanted:
-        raise TransportError(f"the peer sent {kind.name} where {wanted.name} was expected")
-    return payload
-
-
-def _as_error(e: Exception) -> TransportError:
-    if isinstance(e, TransportError):
-        return e
-    if isinstance(e, asyncio.IncompleteReadError):
-        return TransportError("the peer closed the connection")
-    return TransportError(f"the connection failed: {e}")

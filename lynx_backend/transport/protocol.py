@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInputError, TransportError
 from ..keys import DIGEST_BYTES, ChunkKey, ObjectName, Part
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"LYNXUCX\0"
 NODE_BYTES = 16
 NONCE_BYTES = 16
@@ -203,8 +203,8 @@ def frame(kind: Kind, payload: bytes = b"") -> bytes:
 
 
 def frame_header(raw: bytes | bytearray, most: int) -> tuple[Kind, int]:
-    """Kind and payload length of a frame whose payload may have at most ``most`` bytes."""
-    kind, length = _FRAME.unpack(raw)
+    """Kind and payload length (at most ``most``) of the frame with which ``raw`` begins."""
+    kind, length = _FRAME.unpack_from(raw)
     if kind not in _KINDS or length > most:
         raise TransportError(
             f"the peer sent a frame of kind {kind} and {length} bytes (at most {most} are taken "
@@ -297,17 +297,16 @@ def unpack_data(payload: bytes) -> tuple[int, list[Piece]]:
     return sequence, list(map(Piece._make, _PIECE.iter_unpack(rest)))
 
 
-def pack_ack(sequence: int) -> bytes:
-    """The ACK frame: the UCX message tagged ``sequence`` has been received."""
-    return frame(Kind.ACK, _SEQUENCE.pack(sequence))
+def pack_acks(sequences: Sequence[int]) -> bytes:
+    """The ACK frame: the UCX messages with these tags, at least one, have been received."""
+    return frame(Kind.ACK, b"".join(map(_SEQUENCE.pack, sequences)))
 
 
-def unpack_ack(payload: bytes) -> int:
-    """The sequence number."""
-    (sequence,), rest = _split(_SEQUENCE, payload, "ACK")
-    if rest:
+def unpack_acks(payload: bytes) -> list[int]:
+    """The sequence numbers."""
+    if not payload or len(payload) % _SEQUENCE.size:
         raise _malformed("ACK")
-    return int(sequence)
+    return [sequence for (sequence,) in _SEQUENCE.iter_unpack(payload)]
 
 
 def pack_id(kind: Kind, id_: int) -> bytes:

@@ -10,8 +10,9 @@ takes nothing more for now is passed over, so that it holds up nobody else.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from ..errors import InvalidInputError
@@ -101,6 +102,14 @@ class Scheduler:
             if fragment is not None:
                 return fragment
         return None
+
+    def upcoming(self) -> Iterator[tuple[str, ObjectName]]:
+        """Requests and names of what is queued, about in the order of sending."""
+        for flows in self._classes.values():
+            for turn in zip_longest(*(flow.objects for flow in flows.values())):
+                for request, name in zip(flows, turn, strict=True):
+                    if name is not None:
+                        yield request, name
 
     def cancel(self, request: str, name: ObjectName | None = None) -> None:
         """Forget one queued object of a request, or all of them; absent ones are no error."""

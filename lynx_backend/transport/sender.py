@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from .protocol import MOST_PIECES, End, Piece, Request
 from .scheduler import FRAGMENT_BYTES, Fragment, Scheduler
 from .ucx import Buffer, part_of
 
-# An anchor that arrives now waits while the objects that were chosen before it are read.
-_MOST_READ_BYTES = 1 << 20
+# What is read at once: handing a batch to the thread that reads costs more than a read from memory.
+# An anchor that arrives now waits for it, so it is no more than was lately read in so much time.
+_READ_SECONDS = 0.001
+_LEAST_READ_BYTES, _MOST_READ_BYTES = 1 << 20, 16 << 20
 _SENT = {
     part: (
         metrics.OBJECTS.labels(part.label, "peers", "send", "ok"),
@@ -36,6 +39,7 @@ class _Offer:
     flow: str
     data: Buffer | None
     ended: Ended
+    early: bool = False
     over: bool = False
 
 
@@ -45,8 +49,8 @@ _Batch = list[tuple[Fragment, _Offer]]
 class Sender:
     """The one who sends on this node: its link is shared by all connections.
 
-    Small objects that go to one peer travel in one message. An object is read when its turn comes,
-    by one thread, in the order of sending; what is read next does not wait for what is under way.
+    Small objects that go to one peer travel in one message. Objects are read by one thread, about
+    in the order of sending and a little ahead of it; reading does not wait for what is under way.
 
     Args:
         load: reads an object whose offer came without data.
@@ -62,6 +66,8 @@ class Sender:
         self._connections: dict[str, Connection] = {}
         self._numbers: dict[Connection, str] = {}
         self._made = 0
+        self._read_bytes = _LEAST_READ_BYTES
+        self._early_bytes = 0  # of objects that were read before their turn and are not all sent
         self._work = asyncio.Event()
 
     def add(self, connection: Connection) -> None:
@@ -123,6 +129,7 @@ class Sender:
 
     def _forget(self, offer: _Offer) -> None:
         offer.over = True
+        self._early_bytes -= offer.request.size * offer.early
         self._offers.pop((offer.flow, offer.request.name), None)
         self._by_id[offer.connection].pop(offer.request.id, None)
 
@@ -143,7 +150,7 @@ class Sender:
         """The next messages, as far as reading them is short work."""
         batches: list[_Batch] = []
         unread = 0
-        while unread < _MOST_READ_BYTES:
+        while unread < self._read_bytes:
             batch = self._message()
             if not batch:
                 break
@@ -180,10 +187,16 @@ class Sender:
         missing = [offer for offer in offers if offer.data is None]
         if not missing or self._load is None:
             return
+        missing += self._early(missing)
         names = [offer.request.name for offer in missing]
         loop = asyncio.get_running_loop()
-        results = await loop.run_in_executor(self._reader, self._load_all, names)
+        results, seconds = await loop.run_in_executor(self._reader, self._load_all, names)
+        lately = sum(offer.request.size for offer in missing) * _READ_SECONDS / max(seconds, 1e-6)
+        most = min(int(lately), 2 * self._read_bytes, _MOST_READ_BYTES)
+        self._read_bytes = max(most, _LEAST_READ_BYTES)
         for offer, data in zip(missing, results, strict=True):
+            if offer.over:
+                continue
             if isinstance(data, Exception):
                 self._end(offer, End.FAILED, f"{type(data).__name__}: {data}")
             elif data is None or data.nbytes != offer.request.size:
@@ -191,8 +204,28 @@ class Sender:
             else:
                 offer.data = data.cast("B") if data.nbytes else data
 
-    def _load_all(self, names: list[ObjectName]) -> list[memoryview | Exception | None]:
-        return [self._load_one(name) for name in names]
+    def _early(self, missing: list[_Offer]) -> list[_Offer]:
+        """What to read together with what is ``missing``, because its turn comes soon."""
+        chosen: list[_Offer] = []
+        taken = {id(offer) for offer in missing}
+        free = self._read_bytes - self._early_bytes - sum(offer.request.size for offer in missing)
+        for key in self._scheduler.upcoming():
+            if free <= 0:
+                break
+            offer = self._offers[key]
+            if offer.data is None and id(offer) not in taken and offer.request.size <= free:
+                offer.early = True
+                chosen.append(offer)
+                self._early_bytes += offer.request.size
+                free -= offer.request.size
+        return chosen
+
+    def _load_all(
+        self, names: list[ObjectName]
+    ) -> tuple[list[memoryview | Exception | None], float]:
+        started = time.monotonic()
+        results = [self._load_one(name) for name in names]
+        return results, time.monotonic() - started
 
     def _load_one(self, name: ObjectName) -> memoryview | Exception | None:
         assert self._load is not None

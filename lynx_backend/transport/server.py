@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,12 @@ from ..keys import ObjectName
 from ..logs import warn_limited
 from . import protocol
 from .base import ObjectSource
-from .connection import Connection, LinkOptions, greet
+from .connection import Connection
+from .greeting import LinkOptions, greet
 from .loop import LoopThread
 from .protocol import NODE_BYTES, End, Kind, Request
 from .sender import Sender
+from .stream import FrameStream
 from .ucx import Channel
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class UcxServer:
         self._options = options or LinkOptions()
         self._most_put_bytes, self._put_bytes = most_put_bytes, 0
         self._peers: dict[Connection, _Peer] = {}
-        self._greeting: set[asyncio.StreamWriter] = set()
+        self._greeting: dict[FrameStream, asyncio.Task[None]] = {}
         self._draining = self._closed = False
         self._reader, self._looker, self._keeper = (
             ThreadPoolExecutor(1, f"lynx-serve-{what}") for what in ("read", "lookup", "keep")
@@ -102,7 +103,8 @@ class UcxServer:
         self._sender = Sender(self._source.get, self._reader)
         self._pump = asyncio.get_running_loop().create_task(self._sender.run())
         self._pump.add_done_callback(self._pump_ended)
-        self._server = await asyncio.start_server(self._accept, host, port)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: FrameStream(self._arrived), host, port)
         bound = self._server.sockets[0].getsockname()
         return bound[0], bound[1]
 
@@ -112,26 +114,28 @@ class UcxServer:
             for connection in list(self._peers):
                 connection.abort(TransportError("this node cannot send any more"))
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name = str(writer.get_extra_info("peername"))
-        self._greeting.add(writer)
+    def _arrived(self, stream: FrameStream) -> None:
+        task = asyncio.get_running_loop().create_task(self._accept(stream))
+        self._greeting[stream] = task
+
+    async def _accept(self, stream: FrameStream) -> None:
+        name = stream.remote
         try:
             if self._draining or len(self._peers) + len(self._greeting) > MOST_CONNECTIONS:
                 why = "draining" if self._draining else f"busy with {MOST_CONNECTIONS} peers"
-                writer.write(protocol.pack_text(Kind.REFUSED, f"the node is {why}"))
+                stream.write(protocol.pack_text(Kind.REFUSED, f"the node is {why}"))
                 raise TransportError(why)
-            keep_alive(writer)
-            local = partial(Channel, writer.get_extra_info("sockname")[0])
-            greeting = greet(reader, writer, "server", self.node, self._options, local)
-            known, channel = await asyncio.wait_for(greeting, self._options.timeout_seconds)
-        except (TransportError, OSError, asyncio.TimeoutError) as e:
+            local = partial(Channel, stream.local_host)
+            greeting = greet(stream, "server", self.node, self._options, local)
+            known = await asyncio.wait_for(greeting, self._options.timeout_seconds)
+        except (TransportError, asyncio.TimeoutError) as e:
             metrics.ERRORS.labels("PeerRefused").inc()
             warn_limited(logger, "peer-refused", "refused a peer at %s: %s", name, e)
-            writer.close()
+            stream.close()
             return
         finally:
-            self._greeting.discard(writer)
-        connection = Connection(reader, writer, channel, known, self._options)
+            del self._greeting[stream]
+        connection = Connection(stream, known, self._options)
         connection.handle = partial(self._handle, connection)
         connection.closed = partial(self._gone, connection, name)
         self._peers[connection] = _Peer()
@@ -285,8 +289,8 @@ class UcxServer:
         if hasattr(self, "_server"):
             self._server.close()
             self._pump.cancel()
-        for writer in self._greeting:
-            writer.transport.abort()
+        for stream in self._greeting:
+            stream.abort()
         for connection in list(self._peers):
             connection.abort(TransportError("this node was closed"))
         while self._peers or self._greeting:
@@ -300,12 +304,3 @@ class _Peer:
         self.lookups = 0
         #: bytes of each unfinished put
         self.puts: dict[int, int] = {}
-
-
-def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel notice a peer that vanished while nobody waits for it."""
-    s = writer.get_extra_info("socket")
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -20,6 +20,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from fcntl import ioctl
 from pathlib import Path
@@ -61,6 +62,8 @@ _DEFAULTS = {
     "UCX_TCP_RX_SEG_SIZE": "256k",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
+# How long a connection in full flow may keep the thread that all of them share.
+_TURN_SECONDS = 0.0005
 _environment = threading.Lock()
 _SIOCGIFADDR = 0x8915
 
@@ -171,15 +174,19 @@ class Channel:
         self._pending.append((request, buffer, done))
         self._posted = True
 
-    def progress(self, times: int = 4) -> bool:
+    def progress(self, seconds: float = _TURN_SECONDS) -> bool:
         """Let UCX work and report what is done; whether there may be more to do at once.
 
         Args:
-            times: most pieces of work; over TCP one is a segment.
+            seconds: about how long it may take.
         """
-        worked = 0
-        while worked < times and self._worker.progress_once():
-            worked += 1
+        worked = more = False
+        until = time.monotonic() + seconds
+        while self._worker.progress_once():
+            worked = True
+            if time.monotonic() > until:
+                more = True
+                break
         if not (worked or self._posted):
             return False  # nothing can have finished
         self._posted = False
@@ -188,7 +195,7 @@ class Channel:
             self._pending = [entry for entry in self._pending if not entry[0].completed]
             for request, _, done in finished:
                 done(_went_through(request))
-        return worked == times
+        return more
 
     def arm(self) -> bool:
         """Make :attr:`event_fd` tell of the next event; False when there is one already."""
