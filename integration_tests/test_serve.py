@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,11 @@ import yaml
 pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
 
 from lynx_backend.config import LynxConfig
+from lynx_backend.errors import TransportError
 from lynx_backend.keys import ChunkKey, Part
-from lynx_backend.peers import link_options
 from lynx_backend.progressive import ProgressiveRequest, State
 from lynx_backend.store import ChunkStore, Presence
-from lynx_backend.transport.client import UcxTransport
+from lynx_backend.store_transport import StoreTransport
 
 KEYS = [ChunkKey(bytes(16), bytes([i]) * 16) for i in range(3)]
 SECRET = "between nodes only"
@@ -124,24 +125,82 @@ def test_a_store_reads_whole_chunks_from_a_peer_and_keeps_them(node: Node, folde
     there.close()
 
 
-def test_a_progressive_request_is_served_by_a_peer(node: Node, folder: Path):
-    _, place = node()
-    there = ChunkStore.from_config(local(folder))
-    host, port = place.rsplit(":", 1)
-    store = elsewhere(place)
-    config = LynxConfig.load(inline={"peers": {"secret": SECRET}}, environ={})
-    transport = UcxTransport(host, int(port), link_options(config.peers, ""))
-    transport.connect()
+def start(store: ChunkStore, transport: StoreTransport, name: str = "r") -> ProgressiveRequest:
+    """Bring the two whole chunks."""
     kv = torch.zeros(2, 4, 512, 2, 64, dtype=torch.bfloat16)
-    request = ProgressiveRequest(store, transport, "r", KEYS[:2], kv)
+    return ProgressiveRequest(store, transport, name, KEYS[:2], kv)
+
+
+def finish(request: ProgressiveRequest) -> torch.Tensor:
     assert request.wait(State.COARSE, WAIT_SECONDS)
     assert request.state == State.FULL or request.residual_ready(WAIT_SECONDS)
     assert request.refine()
-    for i in range(2):
-        assert torch.equal(kv[:, :, 256 * i : 256 * (i + 1)], there.get(KEYS[i]))
+    return torch.cat(request._slices, 2)
+
+
+def test_a_progressive_request_is_served_by_a_peer_and_kept(node: Node, folder: Path):
+    process, place = node()
+    there = ChunkStore.from_config(local(folder))
+    wanted = torch.cat([there.get(key) for key in KEYS[:2]], 2)
+    store = elsewhere(place)
+    transport = StoreTransport(store)
+    eventually(lambda: store.lookup(KEYS[:1]) == [Presence.FULL])
+    assert torch.equal(finish(start(store, transport)), wanted)
+    assert store.flush(WAIT_SECONDS)
+    process.kill()
+    eventually(lambda: store.lookup([KEYS[2]]) == [Presence.ABSENT])
+    assert torch.equal(finish(start(store, transport, "again")), wanted)
     transport.close()
     store.close()
     there.close()
+
+
+def test_a_peer_that_hangs_holds_up_nobody_and_one_that_dies_is_lost_at_once(node: Node):
+    process, place = node()
+    store = elsewhere(place)
+    transport = StoreTransport(store)
+    mine = ChunkKey(bytes(16), bytes([9]) * 16)
+    assert store.put(mine, chunk(9))
+    names = [KEYS[0].object(Part.ANCHOR), KEYS[0].object(Part.RESIDUAL), mine.object(Part.ANCHOR)]
+    eventually(lambda: None not in transport.sizes(names))
+    outs = [memoryview(bytearray(size or 0)) for size in transport.sizes(names)]
+    process.send_signal(signal.SIGSTOP)
+    far = [transport.fetch("far", name, out) for name, out in zip(names[:2], outs, strict=False)]
+    assert transport.fetch("near", names[2], outs[2]).result(WAIT_SECONDS)
+    assert not any(future.done() for future in far)
+    process.kill()
+    for future in far:
+        with pytest.raises(TransportError):
+            future.result(WAIT_SECONDS)
+    assert transport.sizes(names) == [None, None, len(outs[2])]
+    request = start(store, transport)
+    assert not request.wait(State.COARSE, WAIT_SECONDS)
+    assert request.state == State.FAILED
+    transport.close()
+    store.close()
+
+
+def test_closing_ends_what_is_under_way_and_leaves_the_links(node: Node):
+    process, place = node()
+    store = elsewhere(place)
+    transport, other = StoreTransport(store), StoreTransport(store)
+    names = [KEYS[0].object(part) for part in Part]
+    eventually(lambda: None not in transport.sizes(names))
+    outs = [memoryview(bytearray(size or 0)) for size in transport.sizes(names)]
+    process.send_signal(signal.SIGSTOP)
+    futures = [
+        each.fetch(str(i), name, out)
+        for i, (each, name, out) in enumerate(zip((transport, other), names, outs, strict=True))
+    ]
+    transport.close()
+    process.send_signal(signal.SIGCONT)
+    assert futures[1].result(WAIT_SECONDS)
+    with pytest.raises(CancelledError):
+        futures[0].result(WAIT_SECONDS)
+    with pytest.raises(TransportError):
+        transport.fetch("2", names[0], outs[0])
+    other.close()
+    store.close()
 
 
 def test_without_the_secret_or_with_another_codec_it_stays_a_miss(node: Node):

@@ -95,10 +95,37 @@ class PeerTier(Tier):
         return [None if each is None else self._finish(request, *each) for each in started]
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
+        self.forget(names)
+        return [None if holder is None else holder[2] for holder in self._locate(names)]
+
+    # -- one object at a time, without waiting: for transports -------------------------------------
+
+    def fetch(self, request: str, name: ObjectName, out: memoryview) -> Future[bool] | None:
+        """Start fetching an object that :meth:`sizes` has found, as ``Transport.fetch``.
+
+        Returns:
+            None when no peer is known to have it any more.
+        """
+        with self._lock:
+            holder = self._holders.get(name)
+        if holder is None or holder[0].node != holder[1]:
+            return None
+        return holder[0].fetch(request, name, out)
+
+    def cancel(self, request: str) -> None:
+        """Give up what :meth:`fetch` has started for a request, as ``Transport.cancel``."""
+        with self._lock:
+            peers = [peer.transport for peer in self._peers.values()]
+        for peer in peers:
+            peer.cancel(request)
+
+    def forget(self, names: Sequence[ObjectName]) -> None:
+        """No peer need be asked for these."""
         with self._lock:
             for name in names:
                 self._holders.pop(name, None)
-        return [None if holder is None else holder[2] for holder in self._locate(names)]
+
+    # -- the rest of a tier ------------------------------------------------------------------------
 
     def delete(self, names: Sequence[ObjectName]) -> None:
         """Nothing: what peers keep is theirs."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,9 @@ from .keys import ChunkKey, ObjectName, Part
 from .layout import KVLayout
 from .tier_access import Found, TierAccess
 from .tiers import GuardedTier, MemoryTier, NvmeTier, Tier
+
+if TYPE_CHECKING:
+    from .peers import PeerTier
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,9 @@ class ChunkStore:
             tier; what would be more is skipped, and counted as that.
         peers: read from when no tier has a chunk, never written to; closed with the store.
 
+    Attributes:
+        codec, tiers, peers: as given.
+
     Raises:
         InvalidInputError: no tiers, or two with one name.
     """
@@ -72,7 +79,7 @@ class ChunkStore:
         codec: Codec,
         tiers: Sequence[Tier],
         write_behind_bytes: int = 0,
-        peers: Tier | None = None,
+        peers: PeerTier | None = None,
     ) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) < len(names):
@@ -81,6 +88,7 @@ class ChunkStore:
             )
         self.codec = codec
         self.tiers = tuple(tiers)
+        self.peers = peers
         self._promotes = write_behind_bytes > 0
         self._wire_spec = codec.spec.pack()
         self._accesses = [
@@ -205,9 +213,13 @@ class ChunkStore:
 
     # -- objects, for the progressive path and transports ------------------------------------------
 
-    def load(self, name: ObjectName) -> memoryview | None:
-        """One object's bytes, checked against its checksums, key and spec, or None."""
-        for access in self._readable:
+    def load(self, name: ObjectName, here: bool = False) -> memoryview | None:
+        """One object's bytes, checked against its checksums, key and spec, or None.
+
+        Args:
+            here: from this node's tiers alone.
+        """
+        for access in self._accesses if here else self._readable:
             (found,) = access.get([name])
             if found is not None and access.accept(found):
                 self._promote([(access, found)])
@@ -233,10 +245,22 @@ class ChunkStore:
         """
         return self.codec.validate(data, name.part, name.key.digest)
 
-    def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
-        """Size in bytes of each object in the first tier that has it, None where it is absent."""
+    def promote(self, name: ObjectName, data: memoryview) -> None:
+        """Also write an object that a peer gave into this node's tiers, if answers are promoted.
+
+        It is checked when it is read. ``data`` must not change any more.
+        """
+        for access in self._accesses if self._promotes else []:
+            access.put_later([(name, data)], "promote")
+
+    def sizes(self, names: Sequence[ObjectName], here: bool = False) -> list[int | None]:
+        """Size in bytes of each object in the first tier that has it, None where it is absent.
+
+        Args:
+            here: of this node's tiers alone.
+        """
         found: list[int | None] = [None] * len(names)
-        for access in self._readable:
+        for access in self._accesses if here else self._readable:
             missing = [i for i, size in enumerate(found) if size is None]
             if not missing:
                 break
@@ -379,18 +403,22 @@ def objects_of(keys: Sequence[ChunkKey]) -> list[ObjectName]:
 
 
 class StoredObjects:
-    """A store's checked objects as what a transport takes them from (``ObjectSource``)."""
+    """A store's checked objects as what a transport takes them from (``ObjectSource``).
 
-    def __init__(self, store: ChunkStore) -> None:
-        self._store = store
+    Args:
+        here: those in this node's tiers alone.
+    """
+
+    def __init__(self, store: ChunkStore, here: bool = False) -> None:
+        self._store, self._here = store, here
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
         """As ``ChunkStore.sizes``."""
-        return self._store.sizes(names)
+        return self._store.sizes(names, self._here)
 
     def get(self, name: ObjectName) -> memoryview | None:
         """As ``ChunkStore.load``."""
-        return self._store.load(name)
+        return self._store.load(name, self._here)
 
 
 def tiers_from_config(config: LynxConfig) -> list[Tier]:
@@ -422,7 +450,7 @@ def tiers_from_config(config: LynxConfig) -> list[Tier]:
     return tiers
 
 
-def peers_from_config(config: LynxConfig, codec: Codec) -> Tier | None:
+def peers_from_config(config: LynxConfig, codec: Codec) -> PeerTier | None:
     """The peers that a configuration names, or finds in a directory; None without either.
 
     Raises:

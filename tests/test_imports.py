@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "directory": {"errors", "config", "logs", "metrics", "redis_client", "transport"},
     "peers": {"errors", "config", "directory", "keys", "logs", "metrics", "tiers", "transport"},
     "store": FOUNDATION | {"codec", "tiers", "tier_access", "peers"},
+    "store_transport": FOUNDATION | {"transport", "store"},
     "progressive": FOUNDATION | {"codec", "states", "tiers", "transport", "store"},
 }
 ALLOWED["engines"] = {*ALLOWED}

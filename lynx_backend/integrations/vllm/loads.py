@@ -22,8 +22,9 @@ from ...layout import KVLayout
 from ...logs import warn_limited
 from ...progressive import ProgressiveRequest
 from ...states import State
-from ...store import ChunkStore, StoredObjects
-from ...transport.local import LocalTransport
+from ...store import ChunkStore
+from ...store_transport import StoreTransport
+from ...transport import Transport
 from .arrivals import Arrivals
 from .orders import Load
 
@@ -75,7 +76,7 @@ class Loads:
         self._keys = keys
         self._write = write
         self._block = block_tokens
-        self.transport = LocalTransport(StoredObjects(store))
+        self.transport: Transport = StoreTransport(store)
         self._refiner = ThreadPoolExecutor(1, "lynx-refine")
         self._loads: dict[str, _Loading] = {}
         self._landed: set[str] = set()
