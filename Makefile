@@ -6,7 +6,7 @@ VLLM_VENV ?= .venv-vllm
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-vllm demo-vllm-mp test lint wheel clean
+.PHONY: demo demo-vllm demo-vllm-mp demo-vllm-progressive test lint wheel clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -18,6 +18,10 @@ demo-vllm: $(VLLM_VENV)/.vllm
 
 demo-vllm-mp: $(VLLM_VENV)/.vllm
 	$(VLLM_VENV)/bin/lynx demo-vllm-mp $(ARGS)
+
+# As root, between two network namespaces, which needs ip and tc; else over the loopback.
+demo-vllm-progressive: $(VLLM_VENV)/.vllm
+	$(VLLM_VENV)/bin/lynx demo-vllm-progressive $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

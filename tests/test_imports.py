@@ -31,6 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "store_transport": FOUNDATION | {"transport", "store"},
     "progressive": FOUNDATION | {"codec", "states", "tiers", "transport", "store"},
 }
+ALLOWED["baselines"] = set()
+ALLOWED["shaped_link"] = set()
 ALLOWED["engines"] = {*ALLOWED}
 ALLOWED["integrations"] = {*ALLOWED} - {"engines"}
 ALLOWED["testing"] = {"errors", "keys", "tiers", "transport"}

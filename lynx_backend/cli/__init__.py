@@ -11,7 +11,18 @@ from rich.console import Console
 
 from .. import __version__
 from ..errors import ConfigError, LynxError
-from . import bench, calibrate, check, demo, demo_vllm, demo_vllm_mp, inspect, serve, trace
+from . import (
+    bench,
+    calibrate,
+    check,
+    demo,
+    demo_vllm,
+    demo_vllm_mp,
+    demo_vllm_progressive,
+    inspect,
+    serve,
+    trace,
+)
 
 app = typer.Typer(
     name="lynx",
@@ -24,6 +35,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("demo-vllm")(demo_vllm.demo_vllm)
 app.command("demo-vllm-mp")(demo_vllm_mp.demo_vllm_mp)
+app.command("demo-vllm-progressive")(demo_vllm_progressive.demo_vllm_progressive)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("serve")(serve.serve)

@@ -27,6 +27,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ..baselines import PerToken, Raw
 from ..codec import Calibration, Codec, CodecSpec
 from ..errors import UnsupportedError
 from ..keys import CacheIdentity, ChunkKey, ObjectName, Part, chunk_keys
@@ -35,7 +36,6 @@ from ..progressive import ProgressiveRequest
 from ..store import ChunkStore, StoredObjects
 from ..tiers import MemoryTier, NvmeTier
 from ..transport import LocalTransport, Transport
-from .baselines import PerToken, Raw
 from .options import BUILT_IN_TEXT, TextOption, read_text
 
 if TYPE_CHECKING:

@@ -144,8 +144,8 @@ def _redis(folder: Path) -> Iterator[str]:
     """A server of our own, for as long as this lasts; its URL."""
     path = folder / "redis.sock"
     command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", ""]
-    with _process(command, folder / "redis.log"):
-        _wait(path.exists, "redis-server")
+    with process(command, folder / "redis.log"):
+        wait(path.exists, "redis-server")
         yield f"unix://{path}"
 
 
@@ -159,13 +159,13 @@ def _peer(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     file.write_text(yaml.safe_dump({**settings, "serve": {"port": port}}))
     main = "from lynx_backend.cli import main; main()"
     command = [sys.executable, "-c", main, "serve", "--config", str(file)]
-    with _process(command, log):
-        _wait(lambda: "serving" in log.read_text(), "lynx serve")
+    with process(command, log):
+        wait(lambda: "serving" in log.read_text(), "lynx serve")
         yield f"127.0.0.1:{port}"
 
 
 @contextmanager
-def _process(command: list[str], log: Path) -> Iterator[None]:
+def process(command: list[str], log: Path) -> Iterator[None]:
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             yield
@@ -173,7 +173,7 @@ def _process(command: list[str], log: Path) -> Iterator[None]:
             process.terminate()
 
 
-def _wait(ready: Any, what: str) -> None:
+def wait(ready: Any, what: str) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while not ready():
         if time.monotonic() > deadline:

@@ -101,13 +101,7 @@ class LynxBackend(StoragePluginInterface):
         self._layout = layout_of(metadata)
         self._format = MemoryFormat.KV_MLA_FMT if metadata.use_mla else MemoryFormat.KV_2LTD
         self._namespace = settings.namespace
-        self._store = open_store(
-            settings.config,
-            self._layout,
-            metadata.world_size,
-            metadata.worker_id,
-            metadata.local_world_size,
-        )
+        self._store = self._open_store(settings.config, metadata)
         self._codec = self._store.codec.spec.fingerprint
         if "PYTHONHASHSEED" not in os.environ and _is_shared(settings.config):
             logger.warning(
@@ -135,6 +129,15 @@ class LynxBackend(StoragePluginInterface):
 
     def __str__(self) -> str:
         return "LynxBackend"
+
+    def _open_store(self, config: LynxConfig, metadata: LMCacheMetadata) -> ChunkStore:
+        return open_store(
+            config,
+            self._layout,
+            metadata.world_size,
+            metadata.worker_id,
+            metadata.local_world_size,
+        )
 
     # -- for progressive decode, which reads the same objects --------------------------------------
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ class Job:
         ranks: tensor parallel processes. With several, Lynx's metrics are theirs, and not counted.
         settle_seconds: time to let LMCache finish its writes in after each pass. Then the process
             ends by force, as LMCache without Lynx does not end by itself. With 0 it ends as any.
+        engine: further arguments of vLLM's engine.
+        device: network device whose traffic is counted.
     """
 
     model: str
@@ -58,6 +62,8 @@ class Job:
     logprobs: bool = False
     ranks: int = 1
     settle_seconds: float = 0.0
+    engine: dict[str, Any] = field(default_factory=dict)
+    device: str | None = None
 
 
 @dataclass
@@ -71,6 +77,9 @@ class Answer:
         external_hits: tokens of all prompts so far that the connector gave.
         own_hits: tokens of all prompts so far that vLLM had itself.
         store_seconds, retrieve_seconds: for how long LMCache kept the engine waiting.
+        token_seconds: from the request's arrival to when each token could be shown.
+        draft_seconds: the same for each draft, which nobody is shown.
+        received_bytes: that came in over the network device ``Job.device`` meanwhile.
         logprobs: [new tokens, vocabulary], if asked for.
     """
 
@@ -81,6 +90,9 @@ class Answer:
     own_hits: int
     store_seconds: float
     retrieve_seconds: float
+    token_seconds: list[float]
+    draft_seconds: list[float]
+    received_bytes: int
     logprobs: list[list[float]] | None = None
 
 
@@ -92,15 +104,21 @@ class Result:
         answers: one for each prompt, pass by pass.
         written: bytes put into each of Lynx's tiers.
         errors: of Lynx, by kind.
+        drafts: of Lynx, by what became of them.
     """
 
     answers: list[Answer]
     written: dict[str, int]
     errors: dict[str, int]
+    drafts: dict[str, int]
 
 
 def run(
-    job: Job, seconds: float = 600.0, log: Path | None = None, python: str = sys.executable
+    job: Job,
+    seconds: float = 600.0,
+    log: Path | None = None,
+    python: str = sys.executable,
+    prefix: Sequence[str] = (),
 ) -> Result:
     """Run a job in a new process.
 
@@ -108,6 +126,7 @@ def run(
         seconds: most time it may take.
         log: where the process writes what it prints; by default that is shown only if it fails.
         python: of an environment that has vLLM.
+        prefix: what starts the command, such as ``ip netns exec NAME``.
 
     Raises:
         UnsupportedError: it failed, or took too long; the message has the end of its log.
@@ -129,7 +148,7 @@ def run(
             **job.environment,
         }
         log = log or default_log
-        command = [python, "-m", __name__, str(given), str(result)]
+        command = [*prefix, python, "-m", __name__, str(given), str(result)]
         with log.open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, env=env, stdout=out, stderr=out, timeout=seconds)
         if not result.exists():
@@ -153,6 +172,7 @@ def _main(job: Job) -> Result:
         disable_log_stats=False,
         max_logprobs=-1 if job.logprobs else 20,
         kv_transfer_config=KVTransferConfig(**job.transfer) if job.transfer else None,
+        **job.engine,
     )
     waited = _time_lmcache() if job.transfer else {"store": 0.0, "retrieve": 0.0}
     short = SamplingParams(temperature=0, max_tokens=2)
@@ -167,7 +187,8 @@ def _main(job: Job) -> Result:
             sampling.logprobs, sampling.flat_logprobs, sampling.detokenize = -1, True, False
         for prompt in job.prompts:
             before = dict(waited)
-            (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+            received = _received(job.device)
+            out, shown, drafted = _ask(llm, prompt, sampling)
             counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
             answers.append(
                 Answer(
@@ -178,13 +199,46 @@ def _main(job: Job) -> Result:
                     own_hits=int(counts["vllm:prefix_cache_hits"]),
                     store_seconds=waited["store"] - before["store"],
                     retrieve_seconds=waited["retrieve"] - before["retrieve"],
+                    token_seconds=shown,
+                    draft_seconds=drafted,
+                    received_bytes=_received(job.device) - received,
                     logprobs=_logprobs(out.outputs[0].logprobs) if with_logprobs else None,
                 )
             )
         _flush()
         time.sleep(job.settle_seconds)
     written = metrics.counts("lynx_bytes_total", "tier", direction="in")
-    return Result(answers, written, metrics.counts("lynx_errors_total", "kind"))
+    return Result(
+        answers,
+        written,
+        errors=metrics.counts("lynx_errors_total", "kind"),
+        drafts=metrics.counts("lynx_draft_tokens_total", "result"),
+    )
+
+
+def _ask(llm: Any, prompt: list[int], sampling: Any) -> tuple[Any, list[float], list[float]]:
+    """One request's output, and when each of its tokens and drafts was there."""
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    drafting = getattr(scheduler.connector, "drafting", {})
+    shown: list[float] = []
+    drafted: list[float] = []
+    start = time.monotonic()
+    engine.add_request(uuid.uuid4().hex, {"prompt_token_ids": prompt}, sampling)
+    out = None
+    while engine.has_unfinished_requests():
+        found = engine.step()
+        now = time.monotonic() - start
+        for out in found:
+            shown += [now] * (len(out.outputs[0].token_ids) - len(shown))
+        for name in drafting:
+            drafted += [now] * (scheduler.requests[name].num_output_tokens - len(drafted))
+    return out, shown, drafted
+
+
+def _received(device: str | None) -> int:
+    path = f"/sys/class/net/{device}/statistics/rx_bytes"
+    return 0 if device is None else int(Path(path).read_text())
 
 
 def _time_lmcache() -> dict[str, float]:
@@ -223,9 +277,12 @@ def _flush() -> None:
     """Wait for what Lynx, if LMCache loaded it, has still to write, so that it is counted."""
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
+    from .lmcache_plugin import LynxBackend
+
     for engine in LMCacheEngineBuilder._instances.values():
-        if (lynx := engine.storage_manager.storage_backends.get("lynx")) is not None:
-            lynx.flush(60.0)
+        for backend in engine.storage_manager.storage_backends.values():
+            if isinstance(backend, LynxBackend):
+                backend.flush(60.0)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class Raw:
-    """The cache's own elements."""
+    """The cache's elements as bfloat16."""
 
     name: str = "BF16"
 
     def encode(self, kv: torch.Tensor) -> torch.Tensor:
         """``kv`` (any shape) as 1-D uint8."""
-        return kv.contiguous().view(torch.uint8).reshape(-1)
+        return kv.bfloat16().contiguous().view(torch.uint8).reshape(-1)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill ``out`` from bytes made of a cache of its shape and dtype."""
-        out.copy_(data.view(out.dtype).view(out.shape))
+        """Fill ``out`` from bytes made of a cache of its shape."""
+        out.copy_(data.view(torch.bfloat16).view(out.shape))
 
 
 @dataclass(frozen=True)
