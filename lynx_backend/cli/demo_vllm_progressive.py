@@ -59,11 +59,11 @@ class _Scene:
     out: Path
     link: Link
 
-    def decode(self, name: str, lmcache: dict[str, Any], draft: bool | None = None) -> Result:
+    def decode(self, name: str, lmcache: dict[str, Any], draft: str | None = None) -> Result:
         """Ask a fresh decode engine that has never seen the prompt.
 
         Args:
-            draft: whether to decode progressively; None for LMCache's own connector.
+            draft: "always" or "never", as ``lynx.draft``; None for LMCache's own connector.
         """
         transfer: dict[str, Any] = CPU_CONNECTOR
         if draft is not None:
@@ -185,7 +185,7 @@ def _row(scene: _Scene, name: str, address: str, redis: str | None) -> Result:
         return scene.decode(name, {**_lmcache({}, {}), **remote, **patience})
     lynx = {**scene.codec, "memory": {"max_bytes": "1GiB"}, "peers": peers}
     classes = {"lynx": ("lmcache_plugin", "LynxBackend")}
-    return scene.decode(name, _lmcache(classes, lynx), draft=name == _WITH)
+    return scene.decode(name, _lmcache(classes, lynx), draft="always" if name == _WITH else "never")
 
 
 def _lmcache(classes: dict[str, tuple[str, str]], lynx: dict[str, Any]) -> dict[str, Any]:
