@@ -141,6 +141,12 @@ DRAFT_DECISIONS = _register(
     "Requests that drafted or did not, by why",
     ("reason",),
 )
+PROXY_REQUESTS = _register(
+    Counter,
+    "lynx_proxy_requests_total",
+    "Requests that the proxy answered, by the side that gave the first token",
+    ("first_token",),
+)
 ANCHOR_LEAD_SECONDS = _register(
     Histogram,
     "lynx_anchor_lead_seconds",

@@ -33,6 +33,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["baselines"] = set()
 ALLOWED["shaped_link"] = set()
+ALLOWED["side_channel"] = {"errors"}
+ALLOWED["proxy"] = {"errors", "logs", "metrics", "side_channel"}
 ALLOWED["engines"] = {*ALLOWED}
 ALLOWED["integrations"] = {*ALLOWED} - {"engines"}
 ALLOWED["testing"] = {"errors", "keys", "tiers", "transport"}
@@ -48,6 +50,8 @@ OPTIONAL = {
     "ucxx": "transport/ucx.py",
     "cupy": "codec/cuda.py",
     "prometheus_client": "metrics.py",
+    "zmq": "side_channel.py",
+    "aiohttp": "proxy/app.py",
 }
 
 

@@ -20,6 +20,7 @@ from . import (
     demo_vllm_mp,
     demo_vllm_progressive,
     inspect,
+    proxy,
     serve,
     trace,
 )
@@ -40,6 +41,7 @@ app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("serve")(serve.serve)
 app.command("trace")(trace.trace)
+app.command("proxy")(proxy.proxy)
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(bench.app, name="bench")
 

@@ -71,7 +71,7 @@ class _Scene:
                 "kv_connector": "LynxConnector",
                 "kv_connector_module_path": f"{_PLUGIN}.vllm.connector",
                 "kv_connector_extra_config": {
-                    "lynx.draft": draft,
+                    "lynx.draft": "always" if draft else "never",
                     "lynx.anchor_seconds": _PATIENCE_SECONDS,
                     "lynx.residual_seconds": _PATIENCE_SECONDS,
                 },

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData
 
 from ...errors import ConfigError, UnsupportedError
+from ...proxy.handoff import STORED
 from ...states import State
 from ..lmcache_cpu import LMCacheConnectorCPU
 from . import internals
@@ -29,6 +30,9 @@ from .stats import DraftPrometheus, DraftStats
 from .trace import Tracer
 
 logger = logging.getLogger("vllm.lynx")
+
+#: How often the store is asked for what a prefill engine has still to write.
+_ASK_SECONDS = 0.02
 
 
 class LynxConnector(LMCacheConnectorCPU):
@@ -62,6 +66,7 @@ class LynxConnector(LMCacheConnectorCPU):
         self._hidden: dict[str, Any] = {}
         self._to_compute: set[str] = set()
         self._plain: dict[str, str] = {}
+        self._coming: dict[str, tuple[float, float]] = {}
         self._orders = Orders()
         self._bound = Orders()
         self._loads: Any = None
@@ -95,6 +100,8 @@ class LynxConnector(LMCacheConnectorCPU):
             self._lmcache_engine.load_specs.pop(request_id, None)
             return 0, False
         found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._is_coming(request):
+            return None, False  # asked again in the next step
         if found and self._why_not(request) is None:
             self._offered.add(request_id)
             return found, True
@@ -189,12 +196,35 @@ class LynxConnector(LMCacheConnectorCPU):
         self.forget(request_id)
         self._hidden.pop(request_id, None)
         self._plain.pop(request_id, None)
+        if self._coming.pop(request_id, None) is not None:
+            self._lmcache_engine.load_specs.pop(request_id, None)
         for marked in (self._offered, self._to_compute):
             marked.discard(request_id)
         if self.tracer is not None:
             self.tracer.end(request_id)
         result: tuple[bool, Any] = super().request_finished(request, block_ids)
         return result
+
+    def _is_coming(self, request: Any) -> bool:
+        """Whether a prefill engine has still to store what it promised, and there is time."""
+        request_id = request.request_id
+        promised = (request.kv_transfer_params or {}).get(STORED)
+        if not isinstance(promised, int):
+            return False
+        chunk = self._lmcache_engine.config.chunk_size
+        spec = self._lmcache_engine.load_specs.get(request_id)
+        now = time.monotonic()
+        until, asked = self._coming.setdefault(
+            request_id, (now + self.settings.anchor_seconds, now)
+        )
+        if spec is not None and spec.lmcache_cached_tokens >= promised // chunk * chunk:
+            self._coming[request_id] = now, now  # should it come back, it does not wait again
+        if now >= self._coming[request_id][0]:
+            return False
+        if now >= asked + _ASK_SECONDS:
+            self._lmcache_engine.lookup_client.clear_lookup_status(request_id)
+            self._coming[request_id] = until, now
+        return True
 
     def _why_not(self, request: Any) -> str | None:
         """Why LMCache is left to load this request, as a metric's label."""

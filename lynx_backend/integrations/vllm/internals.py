@@ -73,7 +73,7 @@ RUNNER = (
     "speculative_config",
     "use_async_scheduling",
 )
-LMCACHE = ("_request_trackers", "_unfinished_requests", "config", "load_specs")
+LMCACHE = ("_request_trackers", "_unfinished_requests", "config", "load_specs", "lookup_client")
 LMCACHE_ENGINE = ("gpu_connector", "lookup_unpin", "storage_manager", "token_database")
 
 SCHEDULER_CLASS = "lynx_backend.integrations.vllm.scheduler.LynxScheduler"

@@ -18,6 +18,7 @@ from ...errors import ConfigError
 from ...states import State
 from . import internals
 from .policy import Policy
+from .provisional import Provisional
 from .state import Drafting, Phase, Step
 
 _NEVER = 1 << 60
@@ -50,6 +51,7 @@ class LynxScheduler(Scheduler):
         self._tracer = self.connector.tracer
         settings = self.connector.settings
         self.policy = Policy(settings.draft, settings.max_drafts)
+        self._provisional = Provisional(settings.provisional)
         self._began = 0.0
         self.connector.arm()
         self._keep_coarse_blocks_private()
@@ -104,6 +106,7 @@ class LynxScheduler(Scheduler):
                 request.next_decode_eligible_step = _NEVER
                 break
         self._trace(request.request_id, "draft", len(new_token_ids))
+        self._provisional.drafted(request, new_token_ids)
         return [], False
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -272,6 +275,7 @@ class LynxScheduler(Scheduler):
         if drafted:
             self._stats.verified(self.policy.gained(drafted, accepted), drafting.lead)
             self.policy.verified(drafted, accepted)
+        self._provisional.verified(self.requests[request_id], accepted)
 
     def _drop(self, request_id: str, drafting: Drafting, reason: str) -> None:
         """A request leaves drafting without verification."""
@@ -280,6 +284,7 @@ class LynxScheduler(Scheduler):
             self._stats.decided("no_residual" if lost else reason)
         self._stats.drafts("dropped", len(drafting.drafts))
         self._trace(request_id, "drop", len(drafting.drafts))
+        self._provisional.dropped(self.requests[request_id])
         self.connector.forget(request_id)
 
     def _trace(self, request_id: str, event: str, count: int = 1) -> None:

@@ -26,6 +26,7 @@ class DraftSettings:
         residual_seconds: how long residuals may take after the anchors; the request is then
             computed.
         trace_dir: folder for a file for each request with what happened when; "" for none.
+        provisional: address to publish drafts to, for requests that ask for it; "" for none.
     """
 
     draft: Mode = "auto"
@@ -33,6 +34,7 @@ class DraftSettings:
     anchor_seconds: float = 10.0
     residual_seconds: float = 10.0
     trace_dir: str = ""
+    provisional: str = ""
 
     @classmethod
     def load(cls, extra: Mapping[str, Any]) -> DraftSettings:

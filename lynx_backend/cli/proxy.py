@@ -1,0 +1,60 @@
+"""``lynx proxy``: one OpenAI-compatible address before a prefill and a decode engine."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from .. import metrics
+from ..errors import UnsupportedError
+
+
+class FirstToken(str, Enum):
+    """Whose first token a client gets."""
+
+    prefill = "prefill"
+    decode = "decode"
+
+
+def proxy(
+    prefill: Annotated[str, typer.Option(help="URL of the prefill engine's server.")],
+    decode: Annotated[str, typer.Option(help="URL of the decode engine's server.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8080,
+    first_token: Annotated[
+        FirstToken,
+        typer.Option(
+            help="prefill: the first token is the one that the prefill engine sampled on the exact "
+            "cache, and waits for no transfer. decode: it is sampled again on the loaded cache."
+        ),
+    ] = FirstToken.prefill,
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help="Where decode engines publish drafts (their lynx.provisional), such as "
+            "tcp://127.0.0.1:5570; clients may then ask for provisional tokens."
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Show Prometheus metrics at this port.")
+    ] = None,
+) -> None:
+    """Answer OpenAI requests by a prefill engine and a decode engine, which goes on from there.
+
+    Both are `vllm serve`; the cache crosses by way of Lynx's store. A client gets what the decode
+    engine has verified, after the prefill engine's own first token.
+    """
+    try:
+        from ..proxy.app import Sides, serve
+    except ImportError as e:
+        raise UnsupportedError(
+            f"the proxy needs {e.name}: pip install 'lynx-backend[proxy]'"
+        ) from e
+    if metrics_port is not None:
+        metrics.serve(metrics_port)
+    sides = Sides(
+        prefill.rstrip("/"), decode.rstrip("/"), first_token is FirstToken.prefill, drafts
+    )
+    serve(sides, host, port)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible proxy before a prefill and a decode engine."""
