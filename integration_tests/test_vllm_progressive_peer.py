@@ -12,6 +12,7 @@ import _vllm_environment  # noqa: F401  # isort: skip
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,10 @@ def prompts(engine, objects) -> list[list[int]]:
         there.put(name, here.get(name))
     here.delete(names)
     there.close()
+    until = time.monotonic() + WAIT
+    while None in engine.lynx.store.sizes(names):  # connected to by and by
+        assert time.monotonic() < until
+        time.sleep(0.05)
     return made
 
 

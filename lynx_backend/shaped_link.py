@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_HERE, _THERE = "10.79.14.1", "10.79.14.2"
-
 
 @dataclass(frozen=True)
 class Link:
@@ -46,21 +44,24 @@ class Link:
 @contextmanager
 def shaped_link(mbps: float) -> Iterator[Link]:
     """A link of ``mbps`` Mbit/s for as long as this lasts; without the rights, the loopback."""
-    name, device = f"lynx-{os.getpid()}", f"lynx{os.getpid() % 10**7}"
+    pid = os.getpid()
+    name, device = f"lynx-{pid}", f"lynx{pid % 10**7}"
+    # Of its own, as another process may do the same.
+    here, there = (f"10.{64 + pid // 256 % 64}.{pid % 256}.{i}" for i in (1, 2))
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")) or not _made(name):
         yield Link("127.0.0.1", (), "lo", False)
         return
     try:
         inside = f"ip -n {name}"
         _run(f"ip link add {device} type veth peer name inner netns {name}")
-        _run(f"ip addr add {_HERE}/24 dev {device}")
+        _run(f"ip addr add {here}/24 dev {device}")
         _run(f"ip link set {device} up")
-        _run(f"{inside} addr add {_THERE}/24 dev inner")
+        _run(f"{inside} addr add {there}/24 dev inner")
         _run(f"{inside} link set inner up")
         _run(f"{inside} link set lo up")
         kbit = round(1000 * mbps)
         _run(f"tc -n {name} qdisc add dev inner root tbf rate {kbit}kbit burst 128kb latency 100ms")
-        yield Link(_THERE, ("ip", "netns", "exec", name), device, True)
+        yield Link(there, ("ip", "netns", "exec", name), device, True)
     finally:
         subprocess.run(["ip", "link", "del", device], check=False, capture_output=True)
         _run(f"ip netns del {name}")
