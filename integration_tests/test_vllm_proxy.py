@@ -239,7 +239,9 @@ def test_a_client_that_knows_nothing_of_this(place):
     whole = place.client.chat.completions.create(**ask)
     assert whole.choices[0].message.role == "assistant"
     assert whole.usage.completion_tokens == 24
-    assert (whole.model_extra or {})["lynx"]["verified"][-1][0] == 24
+    told = (whole.model_extra or {})["lynx"]
+    assert told["verified"][-1][0] == 24
+    assert told["first_verified"] < told["first_draft"]
     stream = place.client.chat.completions.create(**ask, stream=True)
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert deltas[0].role == "assistant"
@@ -271,6 +273,30 @@ def test_one_token_is_the_prefill_sides_and_a_bad_request_is_refused(place):
     assert made.choices[0].finish_reason == "length"
     with pytest.raises(openai.BadRequestError):
         place.client.completions.create(model="m", prompt=prompt, max_tokens=8, temperature=-1)
+
+
+def test_a_client_that_goes_away_takes_its_request_along(place):
+    def counted(name: str) -> float:
+        with urllib.request.urlopen(f"{place.decode_url}/metrics") as page:
+            lines = page.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+    finished = counted("request_success_total")
+    stream = place.client.completions.create(
+        model="m",
+        prompt=place.prompt(4),
+        max_tokens=800,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    assert next(stream).choices[0].text
+    assert next(stream).choices[0].text  # the decode engine's
+    stream.close()
+    until = time.monotonic() + START_SECONDS
+    while counted("num_requests_running"):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert counted("request_success_total") == finished
 
 
 def test_without_the_prefill_side_the_decode_side_computes(place):

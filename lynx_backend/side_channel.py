@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -44,12 +45,14 @@ class News:
         tag: the request, as whoever asked for its drafts calls it.
         tokens: newly drafted ones.
         count: drafts that verification kept.
+        heard: monotonic seconds of its arrival here.
     """
 
     tag: str
     said: Said
     tokens: tuple[int, ...] = ()
     count: int = 0
+    heard: float = field(default=0.0, compare=False)
 
 
 class Publisher:
@@ -128,6 +131,7 @@ def _parsed(data: bytes) -> News | None:
     try:
         body = json.loads(data)
         tokens = tuple(int(token) for token in body["tokens"])
-        return News(str(body["tag"]), Said(body["said"]), tokens, int(body["count"]))
+        tag, said, count = str(body["tag"]), Said(body["said"]), int(body["count"])
+        return News(tag, said, tokens, count, time.monotonic())
     except (ValueError, KeyError, TypeError):
         return None

@@ -87,6 +87,8 @@ def test_without_a_first_token_the_decode_side_gets_what_the_client_asked():
         {"prompt": ["a", "b"]},
         {"prompt": [[1], [2]]},
         {"something": "new"},
+        {"max_tokens": "9"},
+        {"max_tokens": 0},
     ],
     ids=str,
 )

@@ -12,9 +12,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
@@ -22,16 +22,15 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, w
 from .. import metrics
 from ..errors import TransportError
 from ..logs import warn_limited
-from ..side_channel import Listener, News, Said
+from ..side_channel import Listener, News
 from . import handoff
 from .handoff import Json, Prefilled
+from .telling import Clock, Provisional
 
 logger = logging.getLogger(__name__)
 
 _PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
 _CONNECT_SECONDS = 5.0
-#: Tokens before the drafts that their text may depend on.
-_CONTEXT = 8
 
 
 @dataclass(frozen=True)
@@ -48,39 +47,6 @@ class Sides:
     decode: str
     first_token: bool = True
     drafts: str | None = None
-
-
-@dataclass
-class Clock:
-    """When things of one answer happened, in seconds after the request came.
-
-    Attributes:
-        first_token_from: "prefill", on the exact cache, or "decode", on what it has loaded.
-        first_draft: None if there was none, or nobody listened.
-        verified: (tokens that the client has so far, when).
-    """
-
-    first_token_from: str
-    began: float = field(default_factory=time.monotonic)
-    first_draft: float | None = None
-    verified: list[tuple[int, float]] = field(default_factory=list)
-
-    @property
-    def now(self) -> float:
-        return time.monotonic() - self.began
-
-    def count(self, tokens: int) -> None:
-        if tokens:
-            before = self.verified[-1][0] if self.verified else 0
-            self.verified.append((before + tokens, self.now))
-
-    def told(self) -> Json:
-        return {
-            "first_token_from": self.first_token_from,
-            "first_draft": self.first_draft,
-            "first_verified": self.verified[0][1] if self.verified else None,
-            "verified": self.verified,
-        }
 
 
 class Proxy:
@@ -133,6 +99,8 @@ class Proxy:
             body = await request.json()
             if not isinstance(body, dict):
                 raise ValueError("the body must be a JSON object")
+            if not isinstance(body.get("kv_transfer_params") or {}, dict):
+                raise ValueError("kv_transfer_params must be a JSON object")
         except ValueError as e:
             return _failure(str(e), 400)
         return await _Exchange(self, request, body).answer()
@@ -140,7 +108,8 @@ class Proxy:
 
 def serve(sides: Sides, host: str, port: int) -> None:
     """Run the proxy until Ctrl-C or SIGTERM."""
-    web.run_app(Proxy(sides).app(), host=host, port=port)
+    # When a client goes away, so does what was asked of the engines for it.
+    web.run_app(Proxy(sides).app(), host=host, port=port, handler_cancellation=True)
 
 
 class _Exchange:
@@ -157,6 +126,7 @@ class _Exchange:
         self._clock = Clock("decode")
         self._first: Prefilled | None = None
         self._continued = False
+        self._tag = None if self._listener is None else uuid.uuid4().hex
 
     async def answer(self) -> web.StreamResponse:
         refused = await self._prefill()
@@ -214,12 +184,14 @@ class _Exchange:
     async def _at_once(self) -> web.Response:
         if self._continued:
             self._clock.count(1)
-        asked = handoff.decode_request(self._body, self._chat, self._first, self._continued, None)
         try:
-            async with self._post(self._sides.decode, asked) as answer:
-                if answer.status != 200:
-                    return await _copied(answer)
-                body = await answer.json()
+            with self._following() as news:
+                async with self._post(self._sides.decode, self._decode_request()) as answer:
+                    if answer.status != 200:
+                        return await _copied(answer)
+                    body = await answer.json()
+                while not news.empty():
+                    self._clock.hear(news.get_nowait())
         except ClientError as e:
             return _failure(f"the decode side failed: {e}", 502)
         self._clock.count(sum(len(each.get("token_ids") or ()) for each in body["choices"]))
@@ -245,12 +217,9 @@ class _Exchange:
             out = await self._open()
             opening = handoff.delta(self._chat, self._first.text or "", opening=True)
             await _send(out, self._chunk(opening) | {"lynx": {"first_token_from": "prefill"}})
-        drafts = handoff.wants_drafts(self._body) and self._listener is not None
-        tag = uuid.uuid4().hex if drafts else None
-        asked = handoff.decode_request(self._body, self._chat, self._first, self._continued, tag)
         try:
-            with self._following(tag) as news:
-                async with self._post(self._sides.decode, asked) as answer:
+            with self._following() as news:
+                async with self._post(self._sides.decode, self._decode_request()) as answer:
                     if answer.status != 200 and out is None:
                         return await _copied(answer)
                     out = out or await self._open()
@@ -258,6 +227,10 @@ class _Exchange:
                         await out.write(b"data: " + await answer.read() + b"\n\n")
                     else:
                         await self._relay(out, answer, news)
+        except ConnectionResetError:  # the client has gone
+            if out is not None:
+                return out
+            raise
         except ClientError as e:
             why = f"the decode side failed: {e}"
             if out is None:
@@ -271,7 +244,7 @@ class _Exchange:
     ) -> None:
         """Send on what the decode side says, and before that the drafts that it makes."""
         events = _events(answer)
-        provisional = _Provisional(self)
+        provisional = self._provisional()
         waiting_for: dict[asyncio.Future[Any], str] = {}
         try:
             while True:
@@ -299,7 +272,7 @@ class _Exchange:
                     await future
             await events.aclose()
 
-    def _edited(self, chunk: Json, provisional: _Provisional) -> Json:
+    def _edited(self, chunk: Json, provisional: Provisional) -> Json:
         """A chunk of the decode side as part of this answer."""
         if "choices" not in chunk:
             return chunk
@@ -315,10 +288,15 @@ class _Exchange:
             chunk["lynx"] = self._clock.told()
         return chunk if self._body.get("return_token_ids") else _public(chunk)
 
-    def _following(self, tag: str | None) -> AbstractContextManager[asyncio.Queue[News]]:
-        if self._listener is None or tag is None:
+    def _following(self) -> AbstractContextManager[asyncio.Queue[News]]:
+        if self._listener is None or self._tag is None:
             return nullcontext(asyncio.Queue())
-        return self._listener.following(tag)
+        return self._listener.following(self._tag)
+
+    def _decode_request(self) -> Json:
+        return handoff.decode_request(
+            self._body, self._chat, self._first, self._continued, self._tag
+        )
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -341,61 +319,24 @@ class _Exchange:
             "choices": [] if choice is None else [choice],
         }
 
-    async def text(self, tokens: list[int]) -> str:
-        """What tokens stand for, by the decode side's tokenizer."""
-        asked = {"model": self._body.get("model"), "tokens": tokens}
+    def _provisional(self) -> Provisional:
+        first = self._first
+        before = list(first.prompt) if first is not None else []
+        if first is not None and first.token is not None and self._continued:
+            before.append(first.token)
+        return Provisional(self._clock, self._text, before, handoff.wants_drafts(self._body))
+
+    async def _text(self, tokens: Sequence[int]) -> str | None:
+        """What tokens stand for, by the decode side's tokenizer; None if it does not say."""
+        asked = {"model": self._body.get("model"), "tokens": [*tokens]}
         url = f"{self._sides.decode}/detokenize"
-        async with self._session.post(url, json=asked, headers=self._headers) as answer:
-            answer.raise_for_status()
-            return str((await answer.json())["prompt"])
-
-
-class _Provisional:
-    """The drafts of one answer, as text."""
-
-    def __init__(self, exchange: _Exchange) -> None:
-        self._exchange = exchange
-        first = exchange._first
-        known = list(first.prompt) if first is not None else []
-        if first is not None and first.token is not None and exchange._continued:
-            known.append(first.token)
-        self._context = known[-_CONTEXT:]
-        self._drafts: list[int] = []
-        self._shown = ""
-        self.verified = False
-
-    async def of(self, said: list[News]) -> list[Json]:
-        """What to show for some news."""
-        shown: list[Json] = []
-        drafts = [token for news in said for token in news.tokens if news.said is Said.DRAFTED]
-        if drafts and not self.verified:
-            if self._exchange._clock.first_draft is None:
-                self._exchange._clock.first_draft = self._exchange._clock.now
-            self._drafts += drafts
-            new = await self._new_text()
-            if new:
-                shown.append({"lynx": {"provisional": new, "tokens": len(self._drafts)}})
-        for news in said:
-            if news.said is not Said.DRAFTED and self._drafts:
-                kept = min(news.count, len(self._drafts))
-                taken_back = len(self._drafts) - kept
-                shown.append({"lynx": {"confirmed": kept, "retracted": taken_back}})
-                self._drafts, self._shown = [], ""
-        return shown
-
-    async def _new_text(self) -> str:
         try:
-            before = await self._exchange.text(self._context) if self._context else ""
-            text = await self._exchange.text([*self._context, *self._drafts])
+            async with self._session.post(url, json=asked, headers=self._headers) as answer:
+                answer.raise_for_status()
+                return str((await answer.json())["prompt"])
         except ClientError as e:
             warn_limited(logger, "proxy-detokenize", "drafts cannot be shown: %s", e)
-            return ""
-        text = text[len(before) :]
-        if text.endswith("\ufffd"):  # in the middle of a character
-            return ""
-        new = text[len(self._shown) :]
-        self._shown = text
-        return new
+            return None
 
 
 async def _events(answer: ClientResponse) -> Any:

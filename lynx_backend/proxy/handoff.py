@@ -114,11 +114,9 @@ def prefilled(answer: Json) -> Prefilled:
 
 
 def wanted_tokens(body: Mapping[str, Any], chat: bool) -> int | None:
-    """Most tokens that the client wants; None for as many as fit."""
-    for name in _LIMITS:
-        if body.get(name) is not None:
-            return int(body[name])
-    return None if chat else _DEFAULT_TOKENS
+    """Most tokens that the client of a continuable request wants; None for as many as fit."""
+    given: list[int] = [body[name] for name in _LIMITS if body.get(name) is not None]
+    return given[0] if given else None if chat else _DEFAULT_TOKENS
 
 
 def can_continue(body: Mapping[str, Any]) -> bool:
@@ -126,6 +124,11 @@ def can_continue(body: Mapping[str, Any]) -> bool:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
         return False  # several
+    numbers = [body.get(name) for name in (*_LIMITS, "min_tokens")]
+    if not all(each is None or isinstance(each, int) for each in numbers):
+        return False  # not a request that is answered
+    if any(each is not None and each < 1 for each in numbers[:2]):
+        return False
     return all(
         name in CONTINUABLE or value is None or value == _NEUTRAL.get(name)
         for name, value in body.items()
@@ -185,7 +188,7 @@ def client_params(body: Mapping[str, Any]) -> Json:
 
 
 def wants_drafts(body: Mapping[str, Any]) -> bool:
-    """Whether the client asked for provisional tokens, in a stream that can hold them."""
+    """Whether the client asked to be shown drafts, in a stream that can hold them."""
     given = body.get("kv_transfer_params") or {}
     return bool(given.get(PROVISIONAL) and body.get("stream")) and body.get("n") in (None, 1)
 
