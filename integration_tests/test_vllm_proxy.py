@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,24 @@ START_SECONDS = 300.0
 
 @contextmanager
 def running(command: list[str], log: Path, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, and all that it starts, for as long as this lasts."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "UCX_TLS": "tcp"} | environ
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as made:
+    options: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True}
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, env=env, **options) as made:
         try:
             yield made
         finally:
             made.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 made.wait(30)
-            except subprocess.TimeoutExpired:
-                made.kill()
+            end(made)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """vLLM's engine does not end with its server when that is killed."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
@@ -302,8 +311,7 @@ def test_a_client_that_goes_away_takes_its_request_along(place):
 def test_without_the_prefill_side_the_decode_side_computes(place):
     """The last test."""
     prompt = place.prompt(3)
-    place.prefill.kill()
-    place.prefill.wait()
+    end(place.prefill)
     made = place.client.completions.create(model="m", prompt=prompt, max_tokens=8, temperature=0)
     assert made.choices[0].text == place.decoded(prompt, 8)
     assert (made.model_extra or {})["lynx"]["first_token_from"] == "decode"
