@@ -71,7 +71,7 @@ class _Scene:
                 "kv_connector": "LynxConnector",
                 "kv_connector_module_path": f"{_PLUGIN}.vllm.connector",
                 "kv_connector_extra_config": {
-                    "lynx.draft": "always" if draft else "never",
+                    "lynx.draft": draft,
                     "lynx.anchor_seconds": _PATIENCE_SECONDS,
                     "lynx.residual_seconds": _PATIENCE_SECONDS,
                 },
@@ -267,10 +267,10 @@ def _show(console: Console, facts: dict[str, Any], rows: dict[str, Result], elem
         )
     console.print(table)
     console.print(
-        "\nEach row is a fresh decode engine. MB: came in over the link, with headers; bits:\n"
-        "the same, for each element of the cache. Times in seconds after the request;\n"
-        "tokens: what a client may see. drafts kept: by verification. Q_full: the cache\n"
-        "that anchors and residuals give, decoded plainly. computed: without a cache.\n"
+        "\nEach row is a fresh decode engine. MB: came in over the link, with headers.\n"
+        "bits: the same for each element of the cache. Times in seconds after the\n"
+        "request; tokens: what a client may see. drafts kept: by verification. Q_full: the\n"
+        "cache that anchors and residuals give, decoded plainly. computed: without one.\n"
     )
 
 
