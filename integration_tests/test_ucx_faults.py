@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -15,8 +16,11 @@ import pytest
 
 pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
 
+from prometheus_client import REGISTRY
+
 from lynx_backend.errors import TransportError
 from lynx_backend.keys import Part
+from lynx_backend.transport import connection
 from lynx_backend.transport.client import UcxTransport
 from lynx_backend.transport.greeting import LinkOptions
 
@@ -238,3 +242,45 @@ def test_a_client_that_comes_and_goes_all_the_time_leaves_nothing_at_the_server(
         time.sleep(0.05)
     assert used()[0] <= descriptors
     assert used()[1] < memory + (32 << 20)
+
+
+def test_connections_lost_in_the_middle_leave_nothing_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    # Nothing that has begun may finish.
+    monkeypatch.setattr(connection, "_GRACE_SECONDS", 0.0)
+    server = node(1, timeout=WAIT_SECONDS)
+    transport = UcxTransport("127.0.0.1", server.port, LinkOptions(timeout_seconds=WAIT_SECONDS))
+
+    def lost() -> float:
+        return REGISTRY.get_sample_value("lynx_ucx_discarded_workers_total") or 0.0
+
+    def lose(count: int) -> None:
+        until = lost() + count
+        while lost() < until:
+            transport.connect()
+            out, future = begun(transport)
+            transport.abort()
+            with pytest.raises(TransportError, match="aborted"):
+                future.result(WAIT_SECONDS)
+            out[:] = bytes(len(out))
+            outs.append(out)
+
+    def used() -> tuple[int, int]:
+        proc = Path("/proc/self")
+        pages = int((proc / "statm").read_text().split()[1])
+        return len(list((proc / "fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE")
+
+    outs: deque[bytearray] = deque(maxlen=2)
+    lose(2)
+    descriptors, memory = used()
+    lose(5)
+    until = time.monotonic() + WAIT_SECONDS
+    while used()[0] > descriptors and time.monotonic() < until:
+        time.sleep(0.05)
+    assert used()[0] <= descriptors
+    assert used()[1] < memory + (4 << 20)
+    transport.connect()
+    assert fetched(transport, 8) == content(1, 8)
+    assert not any(out.strip(b"\0") for out in outs)
+    transport.close()

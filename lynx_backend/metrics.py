@@ -116,10 +116,10 @@ DIRECTORY_NODES = _register(
     "Nodes with a lease when the directory was last read",
     multiprocess_mode="liveall",
 )
-PARKED_WORKERS = _register(
+DISCARDED_WORKERS = _register(
     Counter,
-    "lynx_ucx_parked_workers_total",
-    "Connections lost in the middle of a message, whose UCX worker could not be released",
+    "lynx_ucx_discarded_workers_total",
+    "Connections lost in the middle of a message, whose UCX worker was destroyed with it",
 )
 BREAKER_OPEN = _register(
     Gauge,

@@ -1,10 +1,10 @@
 """The UCX transport beside what it is built on, and anchors beside first in, first out.
 
 ``rates``: objects of one size fetched from another process of this host, against messages of that
-size sent by ucxx, with its own asyncio API and by a loop that waits for nothing else, and a plain
-asyncio stream, in turns. ``link``: two network namespaces, a veth pair
-shaped by ``tc``; what is carried against iperf3, and what an anchor waits while eight requests'
-residuals are in full flow, against one queue for all. Needs root for ``link``.
+size sent by ucxx, with its own asyncio API and by a loop that waits for nothing else, a plain
+asyncio stream, and reads by NIXL where it is installed, in turns. ``link``: two network namespaces,
+a veth pair shaped by ``tc``; what is carried against iperf3, and what an anchor waits while eight
+requests' residuals are in full flow, against one queue for all. Needs root for ``link``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def buffers(size: int) -> list[bytearray]:
     return [bytearray(size) for _ in range(max(1, min(count_of(size), 64 * MIB // size)))]
 
 
-# -- the four ways, each a server and a client ----------------------------------------------------
+# -- the ways, each a server and a client ----------------------------------------------------
 
 
 def serve_lynx(host: str) -> None:
@@ -169,48 +170,108 @@ async def awaited(count: int, call: Callable[[int], Awaitable[Any]]) -> None:
     await asyncio.gather(*(work() for _ in range(IN_FLIGHT)))
 
 
-def serve_ucxx(host: str) -> None:
+async def met(control: socket.socket) -> Any:
+    """ucxx's own endpoint to the process at the other end."""
     import ucxx
 
-    async def main() -> None:
-        ended = asyncio.Event()
+    mine = bytes(ucxx.get_worker_address())
+    control.sendall(struct.pack("<I", len(mine)) + mine)
+    (length,) = struct.unpack("<I", control.recv(4, socket.MSG_WAITALL))
+    address = ucxx.get_ucx_address_from_buffer(control.recv(length, socket.MSG_WAITALL))
+    return await ucxx.create_endpoint_from_worker_address(address, endpoint_error_handling=True)
 
-        async def answer(endpoint: Any) -> None:
-            head = bytearray(8)
-            while True:
-                await endpoint.recv(memoryview(head))
-                (size,) = struct.unpack("<Q", head)
-                if not size:
-                    break
-                data = BLOB[:size]
-                await awaited(count_of(size), lambda _: endpoint.send(data))  # noqa: B023
-            ended.set()
 
-        listener = ucxx.create_listener(answer, endpoint_error_handling=True)
-        print(listener.port, flush=True)
-        await ended.wait()
+def serve_ucxx(host: str) -> None:
+    async def main(control: socket.socket) -> None:
+        with defaults():
+            endpoint = await met(control)
+        control.setblocking(False)
+        loop = asyncio.get_running_loop()
+        while raw := await loop.sock_recv(control, 8):
+            (size,) = struct.unpack("<Q", raw)
+            data = BLOB[:size]
+            await awaited(count_of(size), lambda i: endpoint.send(data, i, force_tag=True))  # noqa: B023
+            await loop.sock_recv(control, 1)
 
-    with defaults():
-        asyncio.run(main())
+    with socket.create_server((host, 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        asyncio.run(main(listener.accept()[0]))
 
 
 @contextmanager
 def with_ucxx(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], None]]:
-    import ucxx
-
     running = asyncio.new_event_loop()
+    with socket.create_connection((host, port)) as control:
+        with defaults():
+            endpoint = running.run_until_complete(met(control))
+
+        async def read(size: int, outs: list[bytearray]) -> None:
+            views = [memoryview(out) for out in outs]
+            control.sendall(struct.pack("<Q", size))
+            await awaited(
+                count_of(size), lambda i: endpoint.recv(views[i % len(views)], i, force_tag=True)
+            )
+            control.sendall(b"x")
+
+        yield lambda size, outs: running.run_until_complete(read(size, outs))
+
+
+def agent(who: str) -> Any:
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
+
     with defaults():
-        endpoint = running.run_until_complete(
-            ucxx.create_endpoint(host, port, endpoint_error_handling=True)
-        )
+        return nixl_agent(who, nixl_agent_config(backends=["UCX"]))
 
-    async def read(size: int, outs: list[bytearray]) -> None:
-        await endpoint.send(memoryview(struct.pack("<Q", size)))
-        views = [memoryview(out) for out in outs]
-        await awaited(count_of(size), lambda i: endpoint.recv(views[i % len(views)]))
 
-    yield lambda size, outs: running.run_until_complete(read(size, outs))
-    running.run_until_complete(endpoint.send(memoryview(bytes(8))))
+def serve_nixl(host: str) -> None:
+    mine = agent("server")
+    blob = np.frombuffer(BLOB, np.uint8)
+    mine.register_memory([(blob.ctypes.data, blob.size, 0, "")], "DRAM")
+    with socket.create_server((host, 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        control, _ = listener.accept()
+    metadata = mine.get_agent_metadata()
+    control.sendall(struct.pack("<QI", blob.ctypes.data, len(metadata)) + metadata)
+    control.recv(1)
+
+
+@contextmanager
+def with_nixl(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], None]]:
+    """Reads of the other process's memory, ``IN_FLIGHT`` at a time, prepared beforehand."""
+    mine = agent("client")
+    prepared: dict[int, list[Any]] = {}
+    kept: list[list[bytearray]] = []  # what is registered
+    with socket.create_connection((host, port)) as control:
+        address, length = struct.unpack("<QI", control.recv(12, socket.MSG_WAITALL))
+        peer = mine.add_remote_agent(control.recv(length, socket.MSG_WAITALL))
+
+        def prepare(size: int, outs: list[bytearray]) -> list[Any]:
+            places = [np.frombuffer(out, np.uint8).ctypes.data for out in outs]
+            mine.register_memory([(place, size, 0, "") for place in places], "DRAM")
+            theirs = mine.get_xfer_descs([(address, size, 0)], "DRAM")
+            ours = [mine.get_xfer_descs([(place, size, 0)], "DRAM") for place in places]
+            return [mine.initialize_xfer("READ", each, theirs, peer) for each in ours]
+
+        def finish(handle: Any) -> None:
+            while (state := mine.check_xfer_state(handle)) != "DONE":
+                assert state == "PROC", state
+                time.sleep(0)
+
+        def fetch(size: int, outs: list[bytearray]) -> None:
+            if size not in prepared:  # in the round that does not count
+                prepared[size] = prepare(size, outs)
+                kept.append(outs)
+            handles = prepared[size]
+            running: list[Any] = []
+            for i in range(count_of(size)):
+                if len(running) == min(IN_FLIGHT, len(handles)):
+                    finish(running.pop(0))
+                running.append(handles[i % len(handles)])
+                mine.transfer(running[-1])
+            for handle in running:
+                finish(handle)
+
+        yield fetch
 
 
 def serve_stream(host: str) -> None:
@@ -248,16 +309,23 @@ def stream(host: str, port: int) -> Iterator[Callable[[int, list[bytearray]], No
     running.close()
 
 
-SERVERS = {"lynx": serve_lynx, "ucxx": serve_ucxx, "loop": serve_loop, "stream": serve_stream}
-CLIENTS = {"lynx": lynx, "ucxx": with_ucxx, "loop": loop, "stream": stream}
+SERVERS = {
+    "lynx": serve_lynx,
+    "ucxx": serve_ucxx,
+    "loop": serve_loop,
+    "stream": serve_stream,
+    "nixl": serve_nixl,
+}
+CLIENTS = {"lynx": lynx, "ucxx": with_ucxx, "loop": loop, "stream": stream, "nixl": with_nixl}
 
 
 @contextmanager
 def process(prefix: list[str], *args: str, environ: dict[str, str]) -> Iterator[str]:
     """This script in another process; its first line."""
     command = [*prefix, sys.executable, "-m", MODULE, *args]
-    # What UCX has to say must not stand before what we read.
-    environ = os.environ | {"UCX_LOG_FILE": "/dev/stderr"} | environ
+    # What UCX and NIXL have to say must not stand before what we read.
+    quiet = {"UCX_LOG_FILE": "/dev/stderr", "NIXL_LOG_LEVEL": "ERROR"}
+    environ = os.environ | quiet | environ
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     assert child.stdout is not None
     try:
@@ -280,9 +348,9 @@ def rates(rounds: int) -> list[dict[str, float]]:
     results = []
     with ExitStack() as stack:
         fetches = {}
-        # ucxx's own listener needs TCP.
-        tcp = "tcp" in os.environ["UCX_TLS"]
-        for what in SERVERS if tcp else [w for w in SERVERS if w != "ucxx"]:
+        for what in SERVERS:
+            if what == "nixl" and find_spec("nixl_cu12") is None:
+                continue
             port = int(stack.enter_context(process([], "serve", what, "127.0.0.1", environ={})))
             fetches[what] = stack.enter_context(CLIENTS[what]("127.0.0.1", port))
         for size in SIZES:
@@ -299,7 +367,7 @@ def rates(rounds: int) -> list[dict[str, float]]:
             row: dict[str, float] = {"size": size}
             for what, taken in seconds.items():
                 row[what] = moved / statistics.median(taken) / 1e9
-            for what in {"ucxx", "loop"} & {*fetches}:
+            for what in [w for w in fetches if w != "lynx"]:
                 pairs = zip(seconds[what], seconds["lynx"], strict=True)
                 row[f"of {what}"] = statistics.median(theirs / ours for theirs, ours in pairs)
             results.append(row)

@@ -114,10 +114,10 @@ def transport(
         Path | None, typer.Option("--json", help="Write the raw numbers here.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Objects between two processes, against messages by ucxx and a plain asyncio stream.
+    """Objects between two processes, against ucxx, NIXL and a plain asyncio stream.
 
     "ucxx" awaits each message, eight at a time, with that package's own API; "in a loop" one thread
-    does nothing but progress.
+    does nothing but progress. NIXL takes part where nixl_cu12 can be imported.
 
     With --link: what a shaped link carries against iperf3, and what an anchor waits while eight
     requests' residuals are in full flow, against one queue for all.
@@ -135,6 +135,7 @@ def transport(
                 "lynx": "Lynx",
                 "ucxx": "ucxx",
                 "loop": "ucxx in a loop",
+                "nixl": "NIXL",
                 "stream": "stream",
                 "of ucxx": "Lynx / ucxx",
                 "of loop": "Lynx / loop",
