@@ -114,10 +114,11 @@ def transport(
         Path | None, typer.Option("--json", help="Write the raw numbers here.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Objects between two processes, against ucxx, NIXL and a plain asyncio stream.
+    """Objects between two processes, against ucxx, NIXL, LMCache's P2P and an asyncio stream.
 
     "ucxx" awaits each message, eight at a time, with that package's own API; "in a loop" one thread
-    does nothing but progress. NIXL takes part where nixl_cu12 can be imported.
+    does nothing but progress. NIXL takes part where nixl_cu12 can be
+    imported, and LMCache's channel over it where lmcache can.
 
     With --link: what a shaped link carries against iperf3, and what an anchor waits while eight
     requests' residuals are in full flow, against one queue for all.
@@ -136,6 +137,7 @@ def transport(
                 "ucxx": "ucxx",
                 "loop": "ucxx in a loop",
                 "nixl": "NIXL",
+                "lmcache": "LMCache P2P",
                 "stream": "stream",
                 "of ucxx": "Lynx / ucxx",
                 "of loop": "Lynx / loop",
