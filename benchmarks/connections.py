@@ -1,10 +1,12 @@
-"""Connections to a node that come and go: what is left behind. For docs/reliability.md.
+"""Connections to a node that come and go, or are lost: what is left. For docs/reliability.md.
 
     nice python benchmarks/connections.py --cycles 500
+    nice python benchmarks/connections.py --cycles 0 --aborted 200 --hung 40 --killed 25
 
 A node in a process of its own; this process connects, fetches an object, compares it and closes,
-over and over. With ``--killed``, it also loses so many connections in the middle of a message: the
-node is killed while it sends, and another started at once.
+over and over. Then connections are lost with 64 MiB on their way: given up by this side with no
+time to finish, or because the node is stopped (SIGSTOP, and goes on later) or killed, in which case
+another is started. What comes after the fetch has failed must not be written to its buffer.
 """
 
 from __future__ import annotations
@@ -13,20 +15,27 @@ import argparse
 import contextlib
 import gc
 import os
+import random
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from prometheus_client import REGISTRY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
 from test_ucx_faults import OPTIONS, Process, begun, fetched
 from ucx_node import content
 
 from lynx_backend.errors import TransportError
+from lynx_backend.transport import connection
 from lynx_backend.transport.client import UcxTransport
 from lynx_backend.transport.greeting import LinkOptions
 
 MIB = 1 << 20
 SETTLE_SECONDS = 5.0
+WARM_UP = 3
 # This measures what is left, not how fast a busy machine is.
 PATIENT = LinkOptions(timeout_seconds=30.0)
 
@@ -45,45 +54,110 @@ def cycle(node: Process) -> None:
     transport.close()
 
 
-def lose_one() -> bool:
-    """Kill a node in the middle of a message; whether that was one."""
+def cycles(count: int) -> None:
+    """A table of what both ends have after so many connections."""
+    node = Process(1, timeout=PATIENT.timeout_seconds)
+    pids = {"node": node.process.pid, "client": os.getpid()}
+    print("| after | node: descriptors | MiB | client: descriptors | MiB |\n|---|---|---|---|---|")
+    for done in range(count + 1):
+        if done in (10, *range(0, count + 1, 100)):
+            time.sleep(SETTLE_SECONDS)  # endpoints are closed by threads of their own
+            row = [f"{fds} | {mib:.1f}" for fds, mib in map(used, pids.values())]
+            print(f"| {done} | {' | '.join(row)} |", flush=True)
+        if done < count:
+            cycle(node)
+    node.stop()
+
+
+def connected(transport: UcxTransport) -> None:
+    """Connect, as often as it takes: a node that was stopped has something to do first."""
+    until = time.monotonic() + PATIENT.timeout_seconds
+    while not transport.connected:
+        assert time.monotonic() < until
+        with contextlib.suppress(TransportError):
+            transport.connect()
+
+
+def losses(how: str) -> Iterator[tuple[float, bool, int]]:
+    """Lose one connection after another: seconds until the fetch failed, whether anything was
+    written later, the node's process."""
     node = Process(1)
     transport = UcxTransport("127.0.0.1", node.port, OPTIONS)
     try:
-        transport.connect()
-        _, future = begun(transport)
-        node.stop()
-        with contextlib.suppress(TransportError):
-            return not future.result(30.0)
-        return True
+        while True:
+            connected(transport)
+            out, future = begun(transport)
+            time.sleep(random.uniform(0, 0.004))
+            started = time.monotonic()
+            if how == "aborted":
+                transport.abort()
+            else:
+                node.signal(signal.SIGSTOP if how == "hung" else signal.SIGKILL)
+            with contextlib.suppress(TransportError):
+                future.result(PATIENT.timeout_seconds)  # or it was all there
+            seconds = time.monotonic() - started
+            out[:] = bytes(len(out))
+            if how == "hung":
+                node.signal(signal.SIGCONT)
+            elif how == "killed":
+                node.stop()
+                transport.close()
+                node = Process(1)
+                transport = UcxTransport("127.0.0.1", node.port, OPTIONS)
+            connected(transport)
+            yield seconds, out.count(0) != len(out), node.process.pid
     finally:
         node.stop()
         transport.close()
 
 
+def lost(how: str, count: int) -> str:
+    """A row of a table, for ``count`` losses after a few that do not count."""
+    grace = connection._GRACE_SECONDS
+    connection._GRACE_SECONDS = 0.0 if how == "aborted" else grace
+
+    def state(pid: int) -> tuple[float, ...]:
+        gc.collect()  # an exception and the frame that caught it hold the buffer
+        time.sleep(SETTLE_SECONDS)
+        discarded = REGISTRY.get_sample_value("lynx_ucx_discarded_workers_total") or 0.0
+        return *used(os.getpid()), *used(pid), discarded
+
+    longest, late = 0.0, 0
+    losing = losses(how)
+    for i in range(WARM_UP + count):
+        seconds, written, pid = next(losing)
+        if i >= WARM_UP:
+            longest, late = max(longest, seconds), late + written
+        if i == WARM_UP - 1:
+            before = state(pid)
+    fds, mib, node_fds, node_mib, discarded = (
+        b - a for a, b in zip(before, state(pid), strict=True)
+    )
+    losing.close()
+    connection._GRACE_SECONDS = grace
+    node = "another" if how == "killed" else f"{node_fds:+.0f}, {node_mib:+.1f} MiB"
+    return (
+        f"| {how} | {count} | {discarded:.0f} | {longest:.2f} s | {late} | "
+        f"{fds:+.0f}, {mib:+.1f} MiB | {node} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cycles", type=int, default=500)
-    parser.add_argument("--killed", type=int, default=0)
+    kinds = ("aborted", "hung", "killed")
+    for how in kinds:
+        parser.add_argument(f"--{how}", type=int, default=0)
     arguments = parser.parse_args()
-    node = Process(1, timeout=PATIENT.timeout_seconds)
-    pids = {"node": node.process.pid, "client": os.getpid()}
-    print("| after | node: descriptors | MiB | client: descriptors | MiB |\n|---|---|---|---|---|")
-    for done in range(arguments.cycles + 1):
-        if done in (10, *range(0, arguments.cycles + 1, 100)):
-            time.sleep(SETTLE_SECONDS)  # endpoints are closed by threads of their own
-            row = [f"{fds} | {mib:.1f}" for fds, mib in map(used, pids.values())]
-            print(f"| {done} | {' | '.join(row)} |", flush=True)
-        if done < arguments.cycles:
-            cycle(node)
-    node.stop()
-    for lost in range(arguments.killed):
-        before = used(os.getpid())
-        if lose_one():
-            gc.collect()  # an exception and the frame that caught it hold the buffer
-            time.sleep(1.0)
-            fds, mib = used(os.getpid())
-            print(f"lost {lost + 1}: {fds - before[0]:+} descriptors, {mib - before[1]:+.1f} MiB")
+    if arguments.cycles:
+        cycles(arguments.cycles)
+    counts = {how: getattr(arguments, how) for how in kinds}
+    if any(counts.values()):
+        print("| how | times | in the middle | longest wait | late writes | client | node |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+    for how, count in counts.items():
+        if count:
+            print(lost(how, count), flush=True)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,9 @@ SERVERS = {
     "nixl": serve_nixl,
     "lmcache": serve_lmcache,
 }
+#: What Lynx can be measured beside; the first three in turns with it.
+QUIET = ("ucxx", "loop", "stream")
+BESIDE = (*QUIET, "nixl", "lmcache")
 CLIENTS = {"lynx": lynx, "ucxx": with_ucxx, "loop": loop, "stream": stream, "nixl": with_nixl}
 
 
@@ -130,15 +133,15 @@ WAYS = {
 }
 
 
-def rates(rounds: int) -> list[dict[str, float]]:
+def rates(rounds: int, beside: Sequence[str]) -> list[dict[str, float]]:
     """In this process for one of ``WAYS``, whose variables are set."""
-    rows = in_turns(["lynx", "ucxx", "loop", "stream"], rounds)
+    rows = in_turns(["lynx", *(what for what in beside if what in QUIET)], rounds)
     # These two by themselves: they have threads that never wait.
-    if find_spec("nixl_cu12") is not None:
+    if "nixl" in beside:
         rows = [a | b for a, b in zip(rows, in_turns(["nixl"], rounds), strict=True)]
-        if find_spec("lmcache") is not None:
-            for row in rows:
-                row["lmcache"] = with_lmcache(str(row["size"]), rounds)
+    if "lmcache" in beside:
+        for row in rows:
+            row["lmcache"] = with_lmcache(str(row["size"]), rounds)
     return rows
 
 
@@ -171,7 +174,7 @@ def in_turns(whats: list[str], rounds: int) -> list[dict[str, float]]:
             row: dict[str, float] = {"size": size}
             for what, taken in seconds.items():
                 row[what] = moved / statistics.median(taken) / 1e9
-            for what in {"ucxx", "loop", "stream"} & {*whats}:
+            for what in {*QUIET} & {*whats}:
                 pairs = zip(seconds[what], seconds["lynx"], strict=True)
                 row[f"of {what}"] = statistics.median(theirs / ours for theirs, ours in pairs)
             results.append(row)
@@ -307,11 +310,18 @@ def link(rate: str, seconds: int) -> dict[str, Any]:
     return result
 
 
-def run_rates(rounds: int) -> dict[str, Any]:
-    """:func:`rates` in a process for each of ``WAYS``."""
+def run_rates(rounds: int, beside: Sequence[str]) -> dict[str, Any]:
+    """:func:`rates` in a process for each of ``WAYS``.
+
+    Args:
+        beside: of ``BESIDE``; those that are not installed are left out.
+    """
+    nixl, lmcache = (find_spec(package) is not None for package in ("nixl_cu12", "lmcache"))
+    missing = {"nixl": not nixl, "lmcache": not (nixl and lmcache)}
+    beside = [what for what in beside if not missing.get(what)]
     found = {}
     for way, environ in WAYS.items():
-        with process([], "rates-client", str(rounds), environ=environ) as line:
+        with process([], "rates-client", str(rounds), *beside, environ=environ) as line:
             found[way] = json.loads(line)
     return found
 
@@ -324,7 +334,7 @@ def main(what: str, *args: str) -> None:
     elif what == "lmcache-client":
         print(json.dumps(lmcache(*map(int, args))), flush=True)
     elif what == "rates-client":
-        print(json.dumps(rates(int(args[0]))), flush=True)
+        print(json.dumps(rates(int(args[0]), args[1:])), flush=True)
     else:
         print(json.dumps(link_client(int(args[0]), float(args[1]))), flush=True)
 

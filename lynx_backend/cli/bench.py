@@ -108,6 +108,9 @@ def transport(
         str | None,
         typer.Option(help="1gbit or 10gbit: between network namespaces, as root, with iperf3."),
     ] = None,
+    beside: Annotated[
+        str, typer.Option(help="What to measure beside Lynx.")
+    ] = "ucxx,loop,stream,nixl,lmcache",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each, in random order.")] = 7,
     seconds: Annotated[int, typer.Option(min=1, help="How long the link is filled.")] = 5,
     json_file: Annotated[
@@ -116,7 +119,7 @@ def transport(
 ) -> None:
     """Objects between two processes, against ucxx, NIXL, LMCache's P2P and an asyncio stream.
 
-    "ucxx" awaits each message, eight at a time, with that package's own API; "in a loop" one thread
+    "ucxx" awaits each message, eight at a time, with that package's own API; in "loop" one thread
     does nothing but progress. NIXL takes part where nixl_cu12 can be
     imported, and LMCache's channel over it where lmcache can.
 
@@ -127,10 +130,13 @@ def transport(
         raise InvalidInputError(f"--link must be 1gbit or 10gbit, got {link}")
     from ..benchmarks import transport as benchmark
 
+    others = beside.split(",")
+    if unknown := {*others} - {*benchmark.BESIDE}:
+        raise InvalidInputError(f"--beside knows {', '.join(benchmark.BESIDE)}, not {unknown}")
     console = Console()
     results: dict[str, Any]
     if link is None:
-        results = benchmark.run_rates(rounds)
+        results = benchmark.run_rates(rounds, others)
         for way, rows in results.items():
             columns = {
                 "lynx": "Lynx",

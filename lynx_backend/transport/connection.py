@@ -257,10 +257,12 @@ class Connection:
         if self.error is not None:
             return
         self._progressing = True
-        more = self._channel.progress()
-        self._progressing = False
-        if self._unsent:
-            self._flush()
+        try:
+            more = self._channel.progress()
+        finally:
+            self._progressing = False
+            if self._unsent:
+                self._flush()
         if self.error is not None:
             return  # by what was done just now
         # No spinning in between: it was measured to cost more of a busy processor than it gains.
