@@ -243,17 +243,21 @@ class Engine:
 
         Args:
             hook: called with the number of the step after each.
+
+        Returns:
+            by request; of parallel samples, the second one is NAME.1.
         """
         answers = {} if answers is None else answers
         step, until = 0, time.monotonic() + 20 * WAIT
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                (one,) = output.outputs
-                answer = answers.setdefault(output.request_id, Answer())
-                answer.tokens, answer.text = list(one.token_ids), one.text
-                answer.finish, answer.stop = one.finish_reason, one.stop_reason
-                answer.logprobs = one.logprobs
-                answer.steps.append((step, len(one.token_ids)))
+                for one in output.outputs:
+                    name = output.request_id + (f".{one.index}" if one.index else "")
+                    answer = answers.setdefault(name, Answer())
+                    answer.tokens, answer.text = list(one.token_ids), one.text
+                    answer.finish, answer.stop = one.finish_reason, one.stop_reason
+                    answer.logprobs = one.logprobs
+                    answer.steps.append((step, len(one.token_ids)))
             if hook is not None:
                 hook(step)
             step += 1
@@ -277,6 +281,7 @@ class Engine:
             self.add(prompt, max_tokens=1)
             self.run()
             assert self.lynx._puts.flush(WAIT)
+            assert self.lynx.store.flush(WAIT)
         self.reset()
 
     def plain(self, prompt: list[int], **given: Any) -> Answer:

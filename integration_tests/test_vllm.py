@@ -43,6 +43,7 @@ def ask(
     log: Path,
     model: str | None = None,
     after_start: Callable[[], object] | None = None,
+    transfer: dict[str, Any] = CPU_CONNECTOR,
     ranks: int = 1,
     **lmcache: Any,
 ) -> Result:
@@ -56,7 +57,7 @@ def ask(
         model or str(model_folder("smollm2")),
         [prompt],
         16,
-        CPU_CONNECTOR,
+        transfer,
         _lmcache(lynx) | lmcache,
         {"PYTHONPATH": str(ROOT), **(bind_threads(ranks) if ranks > 1 else {})},
         ranks=ranks,
@@ -99,6 +100,13 @@ def test_a_fresh_process_hits(prompt, stored, tmp_path):
     (warm,) = ask(prompt, nvme(folder), tmp_path / "log").answers
     assert (warm.cached_tokens, warm.external_hits, warm.own_hits) == (HITS, HITS, 0)
     assert warm.tokens == tokens
+    assert "kv_load_failure_policy" not in (tmp_path / "log").read_text(errors="replace")
+
+
+def test_it_warns_where_a_failed_load_would_end_a_request(prompt, stored, tmp_path):
+    transfer = {k: v for k, v in CPU_CONNECTOR.items() if k != "kv_load_failure_policy"}
+    ask(prompt, nvme(stored[0]), tmp_path / "log", transfer=transfer)
+    assert "kv_load_failure_policy is fail" in (tmp_path / "log").read_text(errors="replace")
 
 
 def test_a_fresh_process_hits_when_lmcache_loads_ahead(prompt, stored, tmp_path):

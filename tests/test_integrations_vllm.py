@@ -94,6 +94,7 @@ def test_settings():
     for wrong in (
         {"lynx.max_draft": 8},
         {"lynx.max_drafts": 0},
+        {"lynx.max_drafts": 129},
         {"lynx.max_drafts": 1.5},
         {"lynx.draft": True},
         {"lynx.draft": "sometimes"},
@@ -206,13 +207,8 @@ def test_request_features(feature):
     using = request(**USES[feature.name])
     assert feature.used(using)
     assert not (feature.name != "pooling" and feature.used(request()))
-    assert features.why_request_does_not_draft(using, on_cpu=False) == (feature.reason or None)
+    assert features.why_request_does_not_draft(using) == (feature.reason or None)
     assert feature.drafts == (not feature.reason)
-
-
-def test_sampling_on_a_cpu_does_not_draft():
-    assert features.why_request_does_not_draft(request(temperature=0.5), True) == "sampling_on_cpu"
-    assert features.why_request_does_not_draft(request(), True) is None
 
 
 class FullAttentionSpec:

@@ -47,7 +47,11 @@ from ..tiers.write_behind import WriteBehind
 from .lmcache.failures import Unreadable, report
 from .lmcache.keys import chunk_key, layout_of, salt
 from .lmcache.settings import Settings, open_store
-from .lmcache.versions import check_interface, warn_untested
+from .lmcache.versions import (
+    check_interface,
+    warn_if_failed_loads_end_requests,
+    warn_untested,
+)
 
 logger = init_logger(__name__)
 
@@ -96,6 +100,7 @@ class LynxBackend(StoragePluginInterface):
         check_interface(LynxBackend, StoragePluginInterface, _USED)
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
         warn_untested()
+        warn_if_failed_loads_end_requests()
         _check_mode(config, metadata, local_cpu_backend)
         settings = Settings.load((config.extra_config or {}).get(SETTING))
         self._layout = layout_of(metadata)

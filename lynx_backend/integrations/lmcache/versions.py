@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -42,6 +43,25 @@ def warn_untested() -> list[str]:
     for text in warnings:
         logger.warning("%s", text)
     return warnings
+
+
+def warn_if_failed_loads_end_requests() -> bool:
+    """Log a warning if the vLLM that starts in this process fails requests that cannot be loaded.
+
+    Returns:
+        whether it does; False also outside of vLLM, or where its configuration is not to be had.
+    """
+    config = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", None)
+    current = config() if config is not None else None
+    policy = getattr(getattr(current, "kv_transfer_config", None), "kv_load_failure_policy", None)
+    if policy is None or policy == "recompute":
+        return False
+    logger.warning(
+        "vLLM's kv_load_failure_policy is %s: a request whose cache was found and cannot be read "
+        'then ends in an error; set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
+        policy,
+    )
+    return True
 
 
 def check_interface(

@@ -14,7 +14,6 @@ from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData
 
 from ...errors import ConfigError, UnsupportedError
@@ -234,7 +233,7 @@ class LynxConnector(LMCacheConnectorCPU):
             return self._plain[request.request_id]
         if request.num_preemptions:
             return "preempted"
-        return why_request_does_not_draft(request, current_platform.is_cpu())
+        return why_request_does_not_draft(request)
 
     def _visible(self, out: Any) -> Any:
         """The step as LMCache may see it: without requests whose pages are coarse.

@@ -103,18 +103,12 @@ REQUEST_FEATURES = (
 )
 
 
-def why_request_does_not_draft(request: Any, on_cpu: bool) -> str | None:
-    """The label of the first feature in the way, or None.
-
-    Args:
-        request: vLLM's ``Request``.
-        on_cpu: vLLM 0.32's rejection sampler on a CPU reads temperatures from a copy that was
-            never written, so that only greedy requests may use it.
-    """
+def why_request_does_not_draft(request: Any) -> str | None:
+    """The label of the first feature in the way of a request (vLLM's ``Request``), or None."""
     for feature in REQUEST_FEATURES:
         if not feature.drafts and feature.used(request):
             return feature.reason
-    return "sampling_on_cpu" if on_cpu and _random(request) else None
+    return None
 
 
 def why_engine_does_not_draft(config: Any, kv_cache: Any) -> str | None:

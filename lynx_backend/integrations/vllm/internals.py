@@ -19,6 +19,7 @@ What they are used for:
 ``Request.spec_token_ids``                     stock code schedules these for verification
 ``SchedulerOutput.scheduled_cached_reqs``      ``resumed_req_ids``: the runner rebuilds the row
 ``GPUModelRunner.speculative_config``, ...     the verifying pass without an engine-wide setting
+``rejection_sampler.expand_batch_to_tokens``   on a CPU: vLLM 0.32's leaves temperatures unwritten
 ``LMCacheConnectorV1Impl.load_specs``, ...     what LMCache found, and thinks that it saved
 =============================================  =====================================================
 """

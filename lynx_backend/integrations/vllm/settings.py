@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -11,6 +12,8 @@ from ...errors import ConfigError
 from .policy import Mode
 
 PREFIX = "lynx."
+#: vLLM's rejection sampler takes no more (``MAX_SPEC_LEN``).
+MOST_DRAFTS = 128
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def _what_is_wrong(name: str, kind: type, value: object) -> str:
         return "" if value in modes else f"one of {', '.join(modes)}"
     if kind is str:
         return "" if isinstance(value, str) else "text"
+    most = MOST_DRAFTS if name == "max_drafts" else math.inf
     kinds = (int,) if kind is int else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and value > 0
-    return "" if fits else f"a {kind.__name__} above 0"
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
+    limit = f", at most {most}" if name == "max_drafts" else ""
+    return "" if fits else f"a {kind.__name__} above 0{limit}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.config import SpeculativeConfig
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from . import internals
@@ -39,6 +41,29 @@ class LynxWorker(Worker):
         verify_in_steps_with_drafts(self.model_runner)
 
 
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Each request's value for each of its drafts: what vLLM's function of this name is to do.
+
+    Its kernel for CPUs writes whole numbers into a copy instead, so that logits are divided by
+    whatever the memory held; those of greedy requests too, beside one that samples.
+
+    Args:
+        x: [requests], for example temperatures.
+        cu_num_tokens: [requests], the drafts up to and including each request's.
+        num_tokens: all drafts.
+        replace_from, replace_to: a value that becomes another one.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = x.masked_fill(x == replace_from, replace_to)
+    return values.repeat_interleave(counts, output_size=num_tokens)
+
+
 def verify_in_steps_with_drafts(runner: Any) -> None:
     """Have ``runner`` take vLLM's verifying path in exactly the steps that carry drafts.
 
@@ -53,6 +78,8 @@ def verify_in_steps_with_drafts(runner: Any) -> None:
         target_model_config=runner.model_config,
         target_parallel_config=runner.parallel_config,
     )
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     runner.rejection_sampler = RejectionSampler(runner.sampler, speculative, runner.device)
     runner.drafter = NoDrafter()
     runner.effective_drafter_max_model_len = runner.max_model_len
