@@ -163,7 +163,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     names = list(engines)
     for i in range(args.rounds + 1):
-        prompts = [[rng.randrange(1000, 9000) for _ in range(100)] for _ in range(args.requests)]
+        prompts = [[rng.randrange(1000, 9000) for _ in range(32)] for _ in range(args.requests)]
         order = names[i % len(names) :] + names[: i % len(names)]
         found = {name: engines[name].ask(prompts, args.new) for name in order}
         if i:  # the first one warms up
@@ -188,10 +188,10 @@ def ratios(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/vllm-cost.json"))
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", default="smollm2", help="smollm2, gemma3, or a folder")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
