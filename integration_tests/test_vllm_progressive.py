@@ -179,10 +179,8 @@ def test_no_one_else_gets_coarse_blocks(engine, prompts, guarded, monkeypatch):
         pytest.skip("a real model's next tokens are mostly the same on its anchor")
     prompt = prompts["short rest"]
     wanted = engine.plain(prompt, max_tokens=16)
-    coordinator = engine.scheduler.kv_cache_manager.coordinator
     if not guarded:
-        stock = type(coordinator).cache_blocks.__get__(coordinator)
-        monkeypatch.setattr(coordinator, "cache_blocks", stock)
+        monkeypatch.setattr(engine.scheduler, "_is_coarse", lambda _: False)
     engine.reset()
     engine.connector.armed = True
     first = engine.add(prompt, max_tokens=16)

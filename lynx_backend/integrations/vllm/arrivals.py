@@ -49,6 +49,8 @@ class Arrivals:
             now: monotonic seconds.
             requests: by id, in the order in which they came.
         """
+        if not requests and self._since is None:
+            return
         landed = {name: sum(request.bytes_received.values()) for name, request in requests.items()}
         new = sum(count - self._seen.get(name, 0) for name, count in landed.items())
         if self._since is not None:

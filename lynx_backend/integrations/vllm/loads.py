@@ -126,6 +126,8 @@ class Loads:
 
     def waits(self) -> dict[str, float]:
         """Of requests whose anchors are there, seconds until the residual is expected."""
+        if not self._loads:
+            return {}
         waits = self._arrivals.waits(self._requests())
         return {
             name: waits[name] for name, each in self._loads.items() if each.reported is State.COARSE

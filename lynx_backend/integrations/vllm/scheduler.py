@@ -8,6 +8,7 @@ rest of the prompt and all drafts in one pass on refined pages, and accepts, cor
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -54,10 +55,13 @@ class LynxScheduler(Scheduler):
         self._provisional = Provisional(settings.provisional)
         self._began = 0.0
         self.connector.arm()
-        self._keep_coarse_blocks_private()
+        self._overriding = True
+        self._override(False)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._began = now = time.monotonic()
+        if self._overriding != bool(self._drafting):
+            self._override(not self._overriding)
         if not self._drafting:
             return super().schedule(*args, **kwargs)
         rewound = self._take_due_steps(now)
@@ -76,7 +80,7 @@ class LynxScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         requests = len(scheduler_output.num_scheduled_tokens)
-        if requests:
+        if requests and self.connector.armed:
             tokens = scheduler_output.total_num_scheduled_tokens
             self.policy.measured(time.monotonic() - self._began, tokens, requests)
         return super().update_from_output(scheduler_output, *args, **kwargs)
@@ -129,25 +133,37 @@ class LynxScheduler(Scheduler):
 
     # -- details -----------------------------------------------------------------------------------
 
-    def _keep_coarse_blocks_private(self) -> None:
-        """Publish no block of a request on coarse pages, and free none that a rewind needs."""
+    def _override(self, on: bool) -> None:
+        """Put in, or take out, what vLLM calls for every request in every step.
+
+        Out while nothing drafts, for then it only takes time. In before the first step in which a
+        request on coarse pages may run, publish blocks or free some that a rewind needs.
+        """
+        self._overriding = on
         coordinator = self.kv_cache_manager.coordinator
-        cache, skip = coordinator.cache_blocks, coordinator.remove_skipped_blocks
+        if on:
+            self.__dict__.pop("_update_request_with_output", None)
+            for name in internals.COORDINATOR:
+                setattr(coordinator, name, self._unless_coarse(getattr(coordinator, name)))
+        else:
+            for name in internals.COORDINATOR:
+                vars(coordinator).pop(name, None)
+            if self._tracer is None:
+                stock = super()._update_request_with_output
+                self.__dict__["_update_request_with_output"] = stock
 
-        def is_coarse(request_id: str) -> bool:
-            drafting = self._drafting.get(request_id)
-            return drafting is not None and drafting.coarse
+    def _unless_coarse(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``stock``, which takes a request or its id, for all but those on coarse pages."""
 
-        def cache_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_coarse(request.request_id):
-                return cache(request, *args, **kwargs)
+        def method(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_coarse(getattr(request, "request_id", request)):
+                return stock(request, *args, **kwargs)
 
-        def remove_skipped_blocks(request_id: str, *args: Any, **kwargs: Any) -> Any:
-            if not is_coarse(request_id):
-                return skip(request_id, *args, **kwargs)
+        return method
 
-        coordinator.cache_blocks = cache_blocks
-        coordinator.remove_skipped_blocks = remove_skipped_blocks
+    def _is_coarse(self, request_id: str) -> bool:
+        drafting = self._drafting.get(request_id)
+        return drafting is not None and drafting.coarse
 
     def _take_due_steps(self, now: float) -> set[str]:
         """Do what requests need before this step; those that were rewound for verification."""
