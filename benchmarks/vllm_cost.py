@@ -6,8 +6,9 @@ Four engines, each in a process of its own, take turns in every round, in an ord
 vLLM alone, with LMCache and Lynx's plugin, and with Lynx's connector, scheduler and worker as well,
 drafting never or where it pays. Prompts are new in each round and shorter than a chunk, so that
 nothing is stored or loaded and what is left is what the parts cost by being there. The machine is
-noisy, so what is reported are ratios to LMCache with the plugin in the same round: their median and
-quartiles, of time and of the process's CPU time.
+noisy, so what is reported are ratios to LMCache with the plugin in the same round, their median and
+quartiles: of the round's time, of the process's CPU time, and of the median step's time, which the
+machine's other work disturbs least.
 """
 
 from __future__ import annotations
@@ -83,18 +84,22 @@ def serve(name: str, model: str) -> None:
         disable_log_stats=False,
         **CONTESTANTS[name],
     )
-    core: Any = llm.llm_engine.engine_core
-    scheduler = core.engine_core.scheduler
+    engine = llm.llm_engine
     say({"ready": name})
     for line in sys.stdin:
         prompts, new = json.loads(line)
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        steps, began, used = scheduler.current_step, time.perf_counter(), time.process_time()
-        llm.generate(requests, params, use_tqdm=False)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        steps: list[float] = []
+        began, used = time.perf_counter(), time.process_time()
+        while engine.has_unfinished_requests():
+            start = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - start)
         took, used = time.perf_counter() - began, time.process_time() - used
-        say({"seconds": took, "cpu_seconds": used, "steps": scheduler.current_step - steps})
-    core.shutdown()
+        say({"seconds": took, "cpu_seconds": used, "step_seconds": statistics.median(steps)})
+    engine.engine_core.shutdown()
 
 
 def say(what: dict[str, Any]) -> None:
@@ -179,7 +184,7 @@ def ratios(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in CONTESTANTS:
         found[name] = {}
-        for what in ("seconds", "cpu_seconds"):
+        for what in ("seconds", "cpu_seconds", "step_seconds"):
             each = [round_[name][what] / round_[BASE][what] for round_ in rounds]
             found[name][what] = statistics.quantiles(each, n=4)
     return found
@@ -202,12 +207,12 @@ def main() -> None:
         result = compare(args, Path(folder))
     facts = {"machine": platform.platform(), "cpus": os.cpu_count(), "arguments": vars(args)}
     args.out.write_text(json.dumps({**facts, **result}, indent=1, default=str))
-    print(f"\n{'of ' + BASE:40}{'time':>20}{'CPU time':>24}")
+    print(f"\n{'of ' + BASE:30}{'time':>22}{'CPU time':>27}{'median step':>27}")
     for name, found in result["ratios"].items():
         shown = "".join(
             f"   {mid:7.4f} ({low:.3f} to {high:.3f})" for low, mid, high in found.values()
         )
-        print(f"{name:40}{shown}")
+        print(f"{name:30}{shown}")
 
 
 if __name__ == "__main__":

@@ -42,12 +42,8 @@ class Engine:
         settings.write_text(json.dumps(lmcache))  # JSON is YAML
         os.environ["LMCACHE_CONFIG_FILE"] = str(settings)
         from vllm import EngineArgs, LLMEngine
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from lynx_backend.integrations.lmcache_plugin import LynxBackend
         from lynx_backend.models import model_folder
-        from lynx_backend.texts import default_text
-        from lynx_backend.texts import prompt_tokens as tokens_of
 
         arguments = EngineArgs(
             model=str(model_folder(model)),
@@ -73,6 +69,13 @@ class Engine:
             },
         )
         self.engine = LLMEngine.from_engine_args(arguments)
+        # Only now: vLLM does not start where numba or LMCache were imported before.
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from lynx_backend.integrations.lmcache_plugin import LynxBackend
+        from lynx_backend.texts import default_text
+        from lynx_backend.texts import prompt_tokens as tokens_of
+
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.worker: Any = get_kv_transfer_group()
         managed = self.worker._lmcache_engine.lmcache_engine.storage_manager.storage_backends
