@@ -92,9 +92,8 @@ def demo_vllm_progressive(
         float,
         typer.Option(
             min=1,
-            help="Rate of the link in Mbit/s. The default lets a small model draft, on a CPU, "
-            "about as many tokens while the residual arrives as a large one on a GPU does at 10 to "
-            "50 Gbit/s.",
+            help="Rate of the link in Mbit/s. By default the residual of the default prompt takes "
+            "some fifty decode steps of the default model on two cores.",
         ),
     ] = 50.0,
     new: NewOption = 64,
@@ -269,8 +268,9 @@ def _show(console: Console, facts: dict[str, Any], rows: dict[str, Result], elem
     console.print(
         "\nEach row is a fresh decode engine. MB: came in over the link, with headers.\n"
         "bits: the same for each element of the cache. Times in seconds after the\n"
-        "request; tokens: what a client may see. drafts kept: by verification. Q_full: the\n"
-        "cache that anchors and residuals give, decoded plainly. computed: without one.\n"
+        "request; tokens: what a client may see. drafts kept: by verification.\n"
+        "Q_full: the cache that anchors and residuals give, decoded plainly.\n"
+        "computed: without a cache.\n"
     )
 
 
