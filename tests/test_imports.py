@@ -55,7 +55,11 @@ OPTIONAL = {
 }
 
 
-MEASURED = {("lmcache", "benchmarks/peers.py"), ("ucxx", "benchmarks/transport.py")}
+MEASURED = {
+    ("lmcache", "benchmarks/peers.py"),
+    ("lmcache", "benchmarks/transport_peers.py"),
+    ("ucxx", "benchmarks/transport_peers.py"),
+}
 
 
 def modules() -> list[tuple[str, Path, ast.Module]]:
