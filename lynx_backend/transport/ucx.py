@@ -206,12 +206,13 @@ class Channel:
         return bool(self._worker.arm())
 
     def destroy(self) -> None:
-        """Give everything up, at once: from now on UCX touches no buffer. Never waits."""
+        """Give everything up: from now on UCX touches no buffer. Waits for CUDA's copies alone."""
         worker, endpoint, context = self._worker, self._endpoint, self._context
         pending, self._pending = self._pending, []
         self._worker = self._endpoint = self._context = None
         if pending:
             _discard(worker, endpoint, [request for request, _, _ in pending])
+            _wait_for_copies([buffer for _, buffer, _ in pending])
             context.give_back()
         else:
             # Closing progresses the worker until the peer has answered or failed.
@@ -267,6 +268,16 @@ def _discard(worker: Any, *others: Any) -> None:
     event_fd = worker.epoll_file_descriptor  # ucxx's; UCX closes its own
     _ucp.ucp_worker_destroy(worker.handle)
     os.close(event_fd)
+
+
+def _wait_for_copies(buffers: list[Buffer]) -> None:
+    """Let copies end that UCX had begun into CUDA memory, on streams of its own."""
+    for buffer in buffers:
+        if not isinstance(buffer, memoryview):
+            import torch
+
+            _make_current(buffer)
+            torch.cuda.synchronize()
 
 
 def _make_current(buffer: Buffer) -> None:
