@@ -78,7 +78,8 @@ class _Scene:
             }
         job = Job(self.place, [self.prompt], self.new, transfer if lmcache else None, lmcache)
         job.engine = _ENGINE if draft is None else _PROGRESSIVE
-        job.device = self.link.device
+        # What else crosses the loopback is not this job's.
+        job.device = self.link.device if self.link.shaped else None
         job.environment = {"OMP_NUM_THREADS": str(_threads())}
         job.settle_seconds = 1.0 if "remote_url" in lmcache else 0.0
         return run(job, log=self.out / f"decode-{name.replace(' ', '-')}.log".lower())
@@ -136,6 +137,10 @@ def demo_vllm_progressive(
                         continue
                     with console.status(f"{name}: start a decode engine, ask"):
                         rows[name] = _row(scene, name, address, redis)
+                    if not rows[name].answers[0].external_hits:
+                        raise UnsupportedError(
+                            f"{name}: the decode engine loaded nothing; its log in {out} says why"
+                        )
     facts = {
         "model": model,
         "prompt_tokens": len(prompt),
@@ -253,11 +258,11 @@ def _show(console: Console, facts: dict[str, Any], rows: dict[str, Result], elem
     for name, answer in answers.items():
         drafts = rows[name].drafts
         drafted = drafts.get("accepted", 0) + drafts.get("rejected", 0)
-        loaded = answer.external_hits > 0
+        counted = answer.external_hits > 0 and answer.received_bytes > 0
         table.add_row(
             name,
-            f"{answer.received_bytes / 1e6:.1f}" if loaded else "",
-            f"{8 * answer.received_bytes / elements:.2f}" if loaded else "",
+            f"{answer.received_bytes / 1e6:.1f}" if counted else "",
+            f"{8 * answer.received_bytes / elements:.2f}" if counted else "",
             _nth(answer.draft_seconds, 1),
             *(_nth(answer.token_seconds, n) for n in (1, 32, 64)),
             f"{drafts.get('accepted', 0)}/{drafted}" if drafted else "",
