@@ -308,6 +308,18 @@ def test_a_client_that_goes_away_takes_its_request_along(place):
     assert counted("request_success_total") == finished
 
 
+def test_a_prefill_side_that_hangs_is_done_without(place):
+    prompt = place.prompt(5)
+    client = place.proxy("--prefill-seconds", "2")
+    os.killpg(place.prefill.pid, signal.SIGSTOP)
+    try:
+        made = client.completions.create(model="m", prompt=prompt, max_tokens=8, temperature=0)
+    finally:
+        os.killpg(place.prefill.pid, signal.SIGCONT)
+    assert made.choices[0].text == place.decoded(prompt, 8)
+    assert (made.model_extra or {})["lynx"]["first_token_from"] == "decode"
+
+
 def test_without_the_prefill_side_the_decode_side_computes(place):
     """The last test."""
     prompt = place.prompt(3)

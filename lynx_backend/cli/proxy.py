@@ -37,6 +37,12 @@ def proxy(
             "tcp://127.0.0.1:5570; clients may then ask for provisional tokens."
         ),
     ] = None,
+    prefill_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.1, help="How long prefill may take; decode then computes the prompt itself."
+        ),
+    ] = 300.0,
     metrics_port: Annotated[
         int | None, typer.Option(help="Show Prometheus metrics at this port.")
     ] = None,
@@ -55,6 +61,10 @@ def proxy(
     if metrics_port is not None:
         metrics.serve(metrics_port)
     sides = Sides(
-        prefill.rstrip("/"), decode.rstrip("/"), first_token is FirstToken.prefill, drafts
+        prefill.rstrip("/"),
+        decode.rstrip("/"),
+        first_token is FirstToken.prefill,
+        drafts,
+        prefill_seconds,
     )
     serve(sides, host, port)

@@ -41,12 +41,14 @@ class Sides:
         prefill, decode: base URLs, such as ``http://10.0.0.1:8000``.
         first_token: whether the first token is the prefill side's; else decode samples it again.
         drafts: address at which decode engines publish drafts; None for no provisional tokens.
+        prefill_seconds: how long the prefill side may take; decode then does without it.
     """
 
     prefill: str
     decode: str
     first_token: bool = True
     drafts: str | None = None
+    prefill_seconds: float = 300.0
 
 
 class Proxy:
@@ -71,12 +73,11 @@ class Proxy:
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        timeout = ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         listening = None
         if self._sides.drafts is not None:
             self._listener = Listener(self._sides.drafts)
             listening = asyncio.create_task(self._listener.run())
-        async with ClientSession(timeout=timeout, auto_decompress=True) as self._session:
+        async with ClientSession(timeout=_timeout(None), auto_decompress=True) as self._session:
             yield
         if self._listener is not None and listening is not None:
             listening.cancel()
@@ -104,6 +105,10 @@ class Proxy:
         except ValueError as e:
             return _failure(str(e), 400)
         return await _Exchange(self, request, body).answer()
+
+
+def _timeout(seconds: float | None) -> ClientTimeout:
+    return ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
 
 
 def serve(sides: Sides, host: str, port: int) -> None:
@@ -150,14 +155,16 @@ class _Exchange:
         """Have the prompt computed; what to answer if the prefill side refuses the request."""
         asked = handoff.prefill_request(self._body)
         try:
-            async with self._post(self._sides.prefill, asked) as answer:
+            async with self._post(
+                self._sides.prefill, asked, self._sides.prefill_seconds
+            ) as answer:
                 if answer.status == 200:
                     self._first = handoff.prefilled(await answer.json())
                 elif 400 <= answer.status < 500:
                     return await _copied(answer)
                 else:
                     raise TransportError(f"status {answer.status}")
-        except (ClientError, TransportError, TimeoutError) as e:
+        except (ClientError, TransportError, asyncio.TimeoutError) as e:
             # The decode side can do without it.
             metrics.ERRORS.labels("PrefillError").inc()
             warn_limited(logger, "proxy-prefill", "the prefill side failed: %s", e)
@@ -300,8 +307,9 @@ class _Exchange:
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _post(self, side: str, asked: Mapping[str, Any]) -> Any:
-        return self._session.post(f"{side}{self._request.path}", json=asked, headers=self._headers)
+    def _post(self, side: str, asked: Mapping[str, Any], seconds: float | None = None) -> Any:
+        url, limit = f"{side}{self._request.path}", _timeout(seconds)
+        return self._session.post(url, json=asked, headers=self._headers, timeout=limit)
 
     async def _open(self) -> web.StreamResponse:
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
