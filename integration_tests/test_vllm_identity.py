@@ -198,6 +198,7 @@ from pathlib import Path
 from _vllm import Engine
 given = json.loads(sys.argv[1])
 engine = Engine(Path(given["folder"]), given["model"], lynx=given["lynx"])
+engine.gate = engine._gate()
 def say(*what):
     print("SAYS", json.dumps(what), flush=True)
 if given["arrival"] is None:
