@@ -217,6 +217,18 @@ def test_damaged_objects_are_misses_and_then_replaced(tmp_path):
         assert one.pool_bytes_in_use() == 0
 
 
+def test_what_is_stored_is_not_quantized_a_second_time(tmp_path):
+    """A cache that was loaded, and is handed over again with what was computed on it."""
+    kv = cache(len(TOKENS))
+    full = q_full(kv, FULL)
+    again = torch.where(full.isnan(), kv, full)
+    assert not torch.equal(q_full(again, FULL)[:, :, :FULL], full[:, :, :FULL])
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+        one.store(TOKENS, again)
+        assert_same(one.request(TOKENS), full)
+
+
 def test_what_a_tier_has_and_nobody_can_read_is_stored_again(tmp_path):
     """Objects of a format to come: whole, under the right names, and of no use to this version."""
     import xxhash

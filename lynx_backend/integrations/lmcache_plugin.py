@@ -42,7 +42,7 @@ from ..errors import InvalidInputError, UnsupportedError
 from ..keys import CacheIdentity, ChunkKey
 from ..layout import KVLayout
 from ..logs import warn_limited
-from ..store import ChunkStore, Presence, objects_of
+from ..store import ChunkStore, EncodedChunk, Presence, objects_of
 from ..tiers.write_behind import WriteBehind
 from .lmcache.failures import Unreadable, report
 from .lmcache.keys import chunk_key, layout_of, salt
@@ -320,19 +320,30 @@ class LynxBackend(StoragePluginInterface):
         try:
             with self._reported("put"):
                 try:
-                    with self._pool:
-                        if self._pool_closed:
-                            return
-                        chunk = self._store.encode(key, self._checked_view(obj))
+                    kept = self._is_kept(key)
+                    chunk = None if kept else self._encode(key, obj)
                 finally:
                     obj.ref_count_down()  # writing does not need LMCache's memory any more
-                if not self._store.write(chunk, _WRITE_SECONDS):
-                    return
-                self._unreadable.discard(key)
-                if callback is not None and self._store.flush(_WRITE_SECONDS):
+                if chunk is not None and self._store.write(chunk, _WRITE_SECONDS):
+                    self._unreadable.discard(key)
+                    kept = True
+                if kept and callback is not None and self._store.flush(_WRITE_SECONDS):
                     callback(theirs)
         finally:
             self._putting.discard(key)
+
+    def _is_kept(self, key: ChunkKey) -> bool:
+        """Whether this node has the chunk.
+
+        LMCache also hands over what it has loaded before; that would be quantized a second time.
+        """
+        there = self._store.sizes(objects_of([key]), here=True)
+        return None not in there and key not in self._unreadable
+
+    def _encode(self, key: ChunkKey, obj: MemoryObj) -> EncodedChunk | None:
+        """The chunk's objects, or None when LMCache has freed its memory."""
+        with self._pool:
+            return None if self._pool_closed else self._store.encode(key, self._checked_view(obj))
 
     def _finished(self, key: ChunkKey, obj: MemoryObj) -> None:
         obj.ref_count_down()
