@@ -26,19 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from lynx_backend.integrations.vllm_request import (
+    PROGRESSIVE_CONNECTOR,
+    PROGRESSIVE_ENGINE,
+    lmcache_with_lynx,
+)
+
 BASE = "LMCache, Lynx's plugin"
 CONTESTANTS = (BASE, "drafting never", "drafting where it pays")
-LMCACHE = {
-    "chunk_size": 256,
-    "local_cpu": False,
-    "max_local_cpu_size": 0.5,
-    "storage_plugins": ["lynx"],
-    "extra_config": {
-        "storage_plugin.lynx.module_path": "lynx_backend.integrations.lmcache_plugin",
-        "storage_plugin.lynx.class_name": "LynxBackend",
-        "lynx": {"memory": {"max_bytes": "64MiB"}},
-    },
-}
 
 
 class Engine:
@@ -55,16 +50,9 @@ class Engine:
             block_size=32,
             kv_cache_memory_bytes=1 << 29,
             enforce_eager=True,
-            async_scheduling=False,
             disable_log_stats=False,
-            scheduler_cls="lynx_backend.integrations.vllm.scheduler.LynxScheduler",
-            worker_cls="lynx_backend.integrations.vllm.worker.LynxWorker",
-            kv_transfer_config={
-                "kv_connector": "LynxConnector",
-                "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-            },
+            kv_transfer_config=PROGRESSIVE_CONNECTOR,
+            **PROGRESSIVE_ENGINE,
         )
         self.engine = LLMEngine.from_engine_args(arguments)
         # Only now: vLLM does not start where numba or LMCache were imported before.
@@ -146,7 +134,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="lynx-bench-") as folder:
         settings = Path(folder) / "lmcache.yaml"
-        settings.write_text(json.dumps(LMCACHE))  # JSON is YAML
+        lynx = {"memory": {"max_bytes": "64MiB"}}
+        settings.write_text(json.dumps(lmcache_with_lynx(lynx)))  # JSON is YAML
         os.environ.update(
             HF_HUB_OFFLINE="1",
             LMCACHE_CONFIG_FILE=str(settings),

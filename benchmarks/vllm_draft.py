@@ -19,6 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lynx_backend.integrations.vllm_request import (
+    PROGRESSIVE_CONNECTOR,
+    PROGRESSIVE_ENGINE,
+    lmcache_with_lynx,
+)
+
 RATES = (25, 100, 400, 1600)  # Mbit/s
 NEW = 64
 
@@ -28,18 +34,8 @@ class Engine:
 
     def __init__(self, model: str, out: Path, prompt_tokens: int) -> None:
         settings = out / "lmcache.yaml"
-        lmcache = {
-            "chunk_size": 256,
-            "local_cpu": False,
-            "max_local_cpu_size": 0.5,
-            "storage_plugins": ["lynx"],
-            "extra_config": {
-                "storage_plugin.lynx.module_path": "lynx_backend.integrations.lmcache_plugin",
-                "storage_plugin.lynx.class_name": "LynxBackend",
-                "lynx": {"memory": {"max_bytes": "512MiB"}},
-            },
-        }
-        settings.write_text(json.dumps(lmcache))  # JSON is YAML
+        lynx = {"memory": {"max_bytes": "512MiB"}}
+        settings.write_text(json.dumps(lmcache_with_lynx(lynx)))  # JSON is YAML
         os.environ["LMCACHE_CONFIG_FILE"] = str(settings)
         from vllm import EngineArgs, LLMEngine
 
@@ -53,20 +49,15 @@ class Engine:
             block_size=32,
             kv_cache_memory_bytes=1 << 30,
             enforce_eager=True,
-            async_scheduling=False,
             disable_log_stats=False,
-            scheduler_cls="lynx_backend.integrations.vllm.scheduler.LynxScheduler",
-            worker_cls="lynx_backend.integrations.vllm.worker.LynxWorker",
             kv_transfer_config={
-                "kv_connector": "LynxConnector",
-                "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
+                **PROGRESSIVE_CONNECTOR,
                 "kv_connector_extra_config": {
                     "lynx.residual_seconds": 120,
                     "lynx.trace_dir": str(out / "traces"),
                 },
             },
+            **PROGRESSIVE_ENGINE,
         )
         self.engine = LLMEngine.from_engine_args(arguments)
         # Only now: vLLM does not start where numba or LMCache were imported before.

@@ -18,10 +18,12 @@ import yaml
 from prometheus_client import REGISTRY
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
-PLUGIN = {
-    "storage_plugin.lynx.module_path": "lynx_backend.integrations.lmcache_plugin",
-    "storage_plugin.lynx.class_name": "LynxBackend",
-}
+from lynx_backend.integrations.vllm_request import (
+    PROGRESSIVE_CONNECTOR,
+    PROGRESSIVE_ENGINE,
+    lmcache_with_lynx,
+)
+
 CHUNK = 256
 WAIT = 60.0
 #: Name -> tokens: a rest that is computed, a long rest, and a prompt that is stored whole.
@@ -146,13 +148,7 @@ class Engine:
         self, folder: Path, model: str, blocks: int = 256, lynx: dict[str, Any] | None = None
     ) -> None:
         settings = folder / "lmcache.yaml"
-        self.settings = {
-            "chunk_size": CHUNK,
-            "local_cpu": False,
-            "max_local_cpu_size": 0.5,
-            "storage_plugins": ["lynx"],
-            "extra_config": {**PLUGIN, "lynx": lynx or {"memory": {"max_bytes": "512MiB"}}},
-        }
+        self.settings = lmcache_with_lynx(lynx or {"memory": {"max_bytes": "512MiB"}})
         settings.write_text(yaml.safe_dump(self.settings))
         os.environ["LMCACHE_CONFIG_FILE"] = str(settings)
         self.arguments: dict[str, Any] = {
@@ -165,16 +161,11 @@ class Engine:
             "num_gpu_blocks_override": blocks,
             "kv_cache_memory_bytes": 1 << 30,
             "enforce_eager": True,
-            "async_scheduling": False,
             "enable_prefix_caching": True,
             "disable_log_stats": False,
-            "scheduler_cls": "lynx_backend.integrations.vllm.scheduler.LynxScheduler",
-            "worker_cls": "lynx_backend.integrations.vllm.worker.LynxWorker",
+            **PROGRESSIVE_ENGINE,
             "kv_transfer_config": {
-                "kv_connector": "LynxConnector",
-                "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
+                **PROGRESSIVE_CONNECTOR,
                 "kv_connector_extra_config": {
                     "lynx.draft": "always",
                     "lynx.residual_seconds": 600.0,

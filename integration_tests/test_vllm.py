@@ -17,8 +17,14 @@ from typing import Any
 import pytest
 from _redis_servers import Server, needs_redis, running, wait_until
 
-from lynx_backend.cli.demo_vllm import _lmcache, _peer
-from lynx_backend.integrations.vllm_request import CPU_CONNECTOR, Job, Result, run
+from lynx_backend.cli.demo_vllm import _peer
+from lynx_backend.integrations.vllm_request import (
+    CPU_CONNECTOR,
+    Job,
+    Result,
+    lmcache_with_lynx,
+    run,
+)
 from lynx_backend.models import load_model, model_folder
 from lynx_backend.texts import default_text, prompt_tokens
 
@@ -58,7 +64,7 @@ def ask(
         [prompt],
         16,
         transfer,
-        _lmcache(lynx) | lmcache,
+        lmcache_with_lynx(lynx) | lmcache,
         {"PYTHONPATH": str(ROOT), **(bind_threads(ranks) if ranks > 1 else {})},
         ranks=ranks,
     )

@@ -25,8 +25,12 @@ import yaml
 from _redis_servers import free_port
 from test_vllm import PYTHON, ROOT, pytestmark  # noqa: F401
 
-from lynx_backend.cli.demo_vllm import _lmcache
-from lynx_backend.integrations.vllm_request import CPU_CONNECTOR
+from lynx_backend.integrations.vllm_request import (
+    CPU_CONNECTOR,
+    PROGRESSIVE_CONNECTOR,
+    PROGRESSIVE_ENGINE,
+    lmcache_with_lynx,
+)
 from lynx_backend.models import load_model, model_folder
 from lynx_backend.shaped_link import shaped_link
 from lynx_backend.texts import default_text, prompt_tokens
@@ -119,22 +123,19 @@ class Place:
     ) -> tuple[subprocess.Popen[bytes], str]:
         port = free_port()
         settings = self.folder / f"{name}.yaml"
-        settings.write_text(yaml.safe_dump(_lmcache(lynx)))
+        settings.write_text(yaml.safe_dump(lmcache_with_lynx(lynx)))
         transfer = dict(CPU_CONNECTOR)
         more = []
         if drafts is not None:
-            transfer |= {
-                "kv_connector": "LynxConnector",
-                "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
+            transfer |= PROGRESSIVE_CONNECTOR | {
                 "kv_connector_extra_config": {
                     "lynx.draft": "always",
                     "lynx.residual_seconds": 60.0,
                     "lynx.provisional": drafts,
                 },
             }
-            vllm = "lynx_backend.integrations.vllm"
-            more += ["--scheduler-cls", f"{vllm}.scheduler.LynxScheduler"]
-            more += ["--worker-cls", f"{vllm}.worker.LynxWorker"]
+            more += ["--scheduler-cls", PROGRESSIVE_ENGINE["scheduler_cls"]]
+            more += ["--worker-cls", PROGRESSIVE_ENGINE["worker_cls"]]
         command = [
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", self.model,
             "--served-model-name", "m", "--port", str(port), "--dtype", "float32",

@@ -22,7 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import UnsupportedError
-from ..integrations.vllm_request import CPU_CONNECTOR, Answer, Job, Result, run
+from ..integrations.vllm_request import (
+    CPU_CONNECTOR,
+    Answer,
+    Job,
+    Result,
+    lmcache_with_lynx,
+    run,
+)
 from .options import TextOption, read_text
 
 _CALIBRATION_TEXT = Path(__file__).parents[1] / "benchmarks" / "data" / "chat.txt"
@@ -81,7 +88,9 @@ def demo_vllm(
             tiers["redis"] = {"url": stack.enter_context(_redis(Path(folder)))}
 
         def job(lynx: dict[str, Any]) -> Job:
-            return Job(str(place), [prompt], new, CPU_CONNECTOR, _lmcache({**codec, **lynx}))
+            return Job(
+                str(place), [prompt], new, CPU_CONNECTOR, lmcache_with_lynx({**codec, **lynx})
+            )
 
         def answer(name: str, lynx: dict[str, Any]) -> Result:
             with console.status(f"{name}: start vLLM, ask"):
@@ -107,20 +116,6 @@ def demo_vllm(
     (out / "demo.json").write_text(json.dumps(facts, indent=1))
     _show(console, cold.answers[0], rows, len(prompt), elements)
     console.print(f"Raw numbers and the logs of every process: {out}")
-
-
-def _lmcache(lynx: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "chunk_size": 256,
-        "local_cpu": False,
-        "max_local_cpu_size": 0.5,
-        "storage_plugins": ["lynx"],
-        "extra_config": {
-            "storage_plugin.lynx.module_path": "lynx_backend.integrations.lmcache_plugin",
-            "storage_plugin.lynx.class_name": "LynxBackend",
-            "lynx": lynx,
-        },
-    }
 
 
 def prepare(name: str, text: str, count: int, out: Path) -> tuple[Path, list[int], int, Path]:

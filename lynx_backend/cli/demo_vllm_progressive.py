@@ -20,7 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import UnsupportedError
-from ..integrations.vllm_request import CPU_CONNECTOR, Answer, Job, Result, run
+from ..integrations.vllm_request import (
+    CPU_CONNECTOR,
+    PROGRESSIVE_CONNECTOR,
+    PROGRESSIVE_ENGINE,
+    Answer,
+    Job,
+    Result,
+    run,
+)
 from ..shaped_link import Link, shaped_link
 from .demo_vllm import ModelOption, NewOption, OutOption, TokensOption, prepare, process, wait
 from .options import TextOption, read_text
@@ -34,11 +42,6 @@ _CACHEGEN = "CacheGen"
 #: A plain load of BF16 takes as long as the link needs; nobody gives up before.
 _PATIENCE_SECONDS = 300.0
 _ENGINE = {"async_scheduling": False, "enable_prefix_caching": False}
-_PROGRESSIVE = {
-    **_ENGINE,
-    "scheduler_cls": f"{_PLUGIN}.vllm.scheduler.LynxScheduler",
-    "worker_cls": f"{_PLUGIN}.vllm.worker.LynxWorker",
-}
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,7 @@ class _Scene:
         """
         transfer: dict[str, Any] = CPU_CONNECTOR
         if draft is not None:
-            transfer = CPU_CONNECTOR | {
-                "kv_connector": "LynxConnector",
-                "kv_connector_module_path": f"{_PLUGIN}.vllm.connector",
+            transfer = PROGRESSIVE_CONNECTOR | {
                 "kv_connector_extra_config": {
                     "lynx.draft": draft,
                     "lynx.anchor_seconds": _PATIENCE_SECONDS,
@@ -77,7 +78,7 @@ class _Scene:
                 },
             }
         job = Job(self.place, [self.prompt], self.new, transfer if lmcache else None, lmcache)
-        job.engine = _ENGINE if draft is None else _PROGRESSIVE
+        job.engine = _ENGINE if draft is None else _ENGINE | PROGRESSIVE_ENGINE
         # What else crosses the loopback is not this job's.
         job.device = self.link.device if self.link.shaped else None
         job.environment = {"OMP_NUM_THREADS": str(_threads())}

@@ -29,7 +29,33 @@ CPU_CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+#: The same for progressive decode, and the arguments that the engine needs for it.
+PROGRESSIVE_CONNECTOR = {
+    **CPU_CONNECTOR,
+    "kv_connector": "LynxConnector",
+    "kv_connector_module_path": "lynx_backend.integrations.vllm.connector",
+}
+PROGRESSIVE_ENGINE = {
+    "async_scheduling": False,
+    "scheduler_cls": "lynx_backend.integrations.vllm.scheduler.LynxScheduler",
+    "worker_cls": "lynx_backend.integrations.vllm.worker.LynxWorker",
+}
 _WARM_UP = [1] * 40  # too short for LMCache to store
+
+
+def lmcache_with_lynx(lynx: object) -> dict[str, Any]:
+    """LMCache's configuration with Lynx, set up by ``lynx``, and nothing in its own memory."""
+    return {
+        "chunk_size": 256,
+        "local_cpu": False,
+        "max_local_cpu_size": 0.5,
+        "storage_plugins": ["lynx"],
+        "extra_config": {
+            "storage_plugin.lynx.module_path": "lynx_backend.integrations.lmcache_plugin",
+            "storage_plugin.lynx.class_name": "LynxBackend",
+            "lynx": lynx,
+        },
+    }
 
 
 @dataclass
