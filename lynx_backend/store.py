@@ -198,9 +198,13 @@ class ChunkStore:
                 done[i] = self._assemble(keys[i], access, anchor, residual, partial(target, i))
         return done
 
-    def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """What is there of each chunk, by one round trip to each tier. Contents are not checked."""
-        there = [size is not None for size in self.sizes(objects_of(keys))]
+    def lookup(self, keys: Sequence[ChunkKey], here: bool = False) -> list[Presence]:
+        """What is there of each chunk, by one round trip to each tier. Contents are not checked.
+
+        Args:
+            here: in this node's tiers alone.
+        """
+        there = [size is not None for size in self.sizes(objects_of(keys), here)]
         pairs = zip(there[:: len(Part)], there[1 :: len(Part)], strict=True)
         return [Presence(int(anchor) + int(anchor and residual)) for anchor, residual in pairs]
 

@@ -44,7 +44,7 @@ class PlainStore:
         self.codec = SimpleNamespace(spec=SimpleNamespace(fingerprint=method.name))
         self._method, self._layout, self._tier = method, layout, tier
 
-    def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
+    def lookup(self, keys: Sequence[ChunkKey], here: bool = False) -> list[Presence]:
         sizes = self._tier.sizes([_name(key) for key in keys])
         return [Presence.ABSENT if size is None else Presence.FULL for size in sizes]
 

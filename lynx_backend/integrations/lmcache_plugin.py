@@ -337,8 +337,8 @@ class LynxBackend(StoragePluginInterface):
 
         LMCache also hands over what it has loaded before; that would be quantized a second time.
         """
-        there = self._store.sizes(objects_of([key]), here=True)
-        return None not in there and key not in self._unreadable
+        (there,) = self._store.lookup([key], here=True)
+        return there is Presence.FULL and key not in self._unreadable
 
     def _encode(self, key: ChunkKey, obj: MemoryObj) -> EncodedChunk | None:
         """The chunk's objects, or None when LMCache has freed its memory."""
