@@ -44,6 +44,15 @@ class OnRedis(TierConformance):
         assert isinstance(tier, RedisTier)
         return RedisTier(tier._config)
 
+    def test_stats_are_within_the_capacity(self) -> None:
+        """By a large object: a server also counts the buffers of its clients, which come and go."""
+        tier = self.make_tier(0)
+        before = tier.stats()
+        tier.put(anchor(0), bytes(8 << 20))
+        stats = tier.stats()
+        assert before.used_bytes + (4 << 20) < stats.used_bytes <= stats.capacity_bytes
+        assert (stats.objects, stats.anchor_only) == (None, None)
+
 
 class TestStandalone(OnRedis):
     @pytest.fixture(autouse=True, scope="class")
