@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from prometheus_client import REGISTRY
 
 from lynx_backend.errors import TransportError
 from lynx_backend.keys import Part
-from lynx_backend.transport import connection
+from lynx_backend.transport import connection, ucx
 from lynx_backend.transport.client import UcxTransport
 from lynx_backend.transport.greeting import LinkOptions
 
@@ -284,3 +285,39 @@ def test_connections_lost_in_the_middle_leave_nothing_behind(
     assert fetched(transport, 8) == content(1, 8)
     assert not any(out.strip(b"\0") for out in outs)
     transport.close()
+
+
+def test_what_a_lost_connection_leaves_serves_all_later_ones(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """ucxx keeps the context of a discarded worker for ever: there must not be one more each time
+    that a connection in between ended in order."""
+    monkeypatch.setattr(connection, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(ucx._Context, "_spare", [])
+    kept: list[ucx._Context] = []
+    keep = ucx._Context.keep
+    monkeypatch.setattr(ucx._Context, "keep", lambda self: (kept.append(self), keep(self)))
+    server = node(1, timeout=WAIT_SECONDS)
+    transport = UcxTransport("127.0.0.1", server.port, LinkOptions(timeout_seconds=WAIT_SECONDS))
+
+    def over() -> None:
+        until = time.monotonic() + WAIT_SECONDS
+        closing = "lynx-ucx-close"
+        while transport.connected or any(t.name == closing for t in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+    until = time.monotonic() + WAIT_SECONDS
+    while len(kept) < 3:
+        assert time.monotonic() < until
+        transport.connect()
+        _, future = begun(transport)
+        transport.abort()
+        wait([future], WAIT_SECONDS)
+        over()
+        transport.connect()
+        assert fetched(transport, 3) == content(1, 3)
+        transport.abort()
+        over()
+    transport.close()
+    assert set(kept) == set(ucx._Context._spare) == {kept[0]}

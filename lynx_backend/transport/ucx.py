@@ -213,7 +213,7 @@ class Channel:
         if pending:
             _discard(worker, endpoint, [request for request, _, _ in pending])
             _wait_for_copies([buffer for _, buffer, _ in pending])
-            context.give_back()
+            context.keep()
         else:
             # Closing progresses the worker until the peer has answered or failed.
             args = (worker, endpoint, context)
@@ -221,15 +221,16 @@ class Channel:
 
 
 class _Context:
-    """UCX's settings and devices. One whose worker was discarded is used again.
+    """UCX's settings and devices. One that had a worker discarded is used again, and again.
 
-    For ucxx knows nothing of that, and would release both.
+    For ucxx knows nothing of that: to it the worker is there for ever, and the context with it.
     """
 
     _spare: ClassVar[list[_Context]] = []
 
     def __init__(self, key: object, of_ucxx: Any) -> None:
         self.key, self.of_ucxx = key, of_ucxx
+        self._kept = False
 
     @classmethod
     def take(cls, options: dict[str, str]) -> _Context:
@@ -244,16 +245,23 @@ class _Context:
         features = (ucx_api.Feature.TAG, ucx_api.Feature.WAKEUP)
         return cls(key, ucx_api.UCXContext(options, feature_flags=features))
 
-    def give_back(self) -> None:
-        """Let another worker have it."""
-        self._spare.append(self)
+    def keep(self) -> None:
+        """Its worker was discarded: let another have it, from now on whenever it has none."""
+        self._kept = True
+        self.release()
+
+    def release(self) -> None:
+        """It has no worker any more."""
+        if self._kept:
+            self._spare.append(self)
 
 
 def _release(worker: Any, endpoint: Any, context: _Context) -> None:
     if endpoint is not None:
         with contextlib.suppress(Exception):  # an endpoint that failed is as good as closed
             endpoint.close_blocking(period=10**9, max_attempts=1)
-    del endpoint, worker, context
+    del endpoint, worker
+    context.release()
 
 
 def _discard(worker: Any, *others: Any) -> None:
