@@ -2,11 +2,17 @@
 
     nice python benchmarks/connections.py --cycles 500
     nice python benchmarks/connections.py --cycles 0 --aborted 200 --hung 40 --killed 25
+    nice python benchmarks/connections.py --cycles 0 --garbage 500 --slow 20
 
 A node in a process of its own; this process connects, fetches an object, compares it and closes,
 over and over. Then connections are lost with 64 MiB on their way: given up by this side with no
 time to finish, or because the node is stopped (SIGSTOP, and goes on later) or killed, in which case
-another is started. What comes after the fetch has failed must not be written to its buffer.
+another, which has other data, takes its port. What comes after the fetch has failed must not be
+written to its buffer, and the next object must be the one that the node has now.
+
+Garbage: bytes of no meaning, or a greeting that breaks off in them, to the node, and such an answer
+to this process. Slow: another client stops reading in the middle of 64 MiB, while this one fetches
+what must be right, and ends when the node has let it go.
 """
 
 from __future__ import annotations
@@ -17,7 +23,10 @@ import gc
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +41,7 @@ from lynx_backend.errors import TransportError
 from lynx_backend.transport import connection
 from lynx_backend.transport.client import UcxTransport
 from lynx_backend.transport.greeting import LinkOptions
+from lynx_backend.transport.protocol import NODE_BYTES
 
 MIB = 1 << 20
 SETTLE_SECONDS = 5.0
@@ -78,10 +88,14 @@ def connected(transport: UcxTransport) -> None:
             transport.connect()
 
 
-def losses(how: str) -> Iterator[tuple[float, bool, int]]:
-    """Lose one connection after another: seconds until the fetch failed, whether anything was
-    written later, the node's process."""
-    node = Process(1)
+#: Seconds that it took, whether a byte was wrong, the node's process.
+Loss = tuple[float, bool, int]
+
+
+def losses(how: str) -> Iterator[Loss]:
+    """Lose one connection after another: seconds until the fetch failed."""
+    seed = 1
+    node = Process(seed)
     transport = UcxTransport("127.0.0.1", node.port, OPTIONS)
     try:
         while True:
@@ -101,14 +115,99 @@ def losses(how: str) -> Iterator[tuple[float, bool, int]]:
                 node.signal(signal.SIGCONT)
             elif how == "killed":
                 node.stop()
-                transport.close()
-                node = Process(1)
-                transport = UcxTransport("127.0.0.1", node.port, OPTIONS)
+                seed += 1
+                node = Process(seed, node.port)
+                content.cache_clear()  # what it made of the last one
             connected(transport)
-            yield seconds, out.count(0) != len(out), node.process.pid
+            wrong = fetched(transport, 3) != content(seed, 3) or out.count(0) != len(out)
+            yield seconds, wrong, node.process.pid
     finally:
         node.stop()
         transport.close()
+
+
+def garbage(_: str) -> Iterator[Loss]:
+    """Strangers, of this node and of this process: seconds until they were refused."""
+    rng = random.Random(1)
+    node = Process(1)
+    transport = UcxTransport("127.0.0.1", node.port, OPTIONS)
+    connected(transport)
+
+    def meaningless() -> bytes:
+        hello = OPTIONS.hello(rng.randbytes(NODE_BYTES)).pack()
+        begins = hello[: rng.choice((0, 5, 40, len(hello)))]
+        return begins + rng.randbytes(rng.choice((0, 50, 5000)))
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            while True:
+                started = time.monotonic()
+                with socket.create_connection(("127.0.0.1", node.port)) as stranger:
+                    stranger.sendall(meaningless())
+                    stranger.settimeout(PATIENT.timeout_seconds)
+                    with contextlib.suppress(ConnectionError):
+                        while stranger.recv(4096):
+                            pass
+                stray = UcxTransport("127.0.0.1", port, OPTIONS)
+                connecting = threading.Thread(target=refused, args=(stray,))
+                connecting.start()
+                with listener.accept()[0] as stranger:
+                    stranger.sendall(meaningless())
+                    connecting.join()
+                stray.close()
+                seconds = time.monotonic() - started
+                yield seconds, fetched(transport, 3) != content(1, 3), node.process.pid
+    finally:
+        node.stop()
+        transport.close()
+
+
+def refused(transport: UcxTransport) -> None:
+    try:
+        transport.connect()
+    except TransportError:
+        return
+    raise AssertionError("connected to a stranger")
+
+
+def slow(_: str) -> Iterator[Loss]:
+    """Clients that stop in the middle: seconds until the node has let them go."""
+    node = Process(1)
+    transport = UcxTransport("127.0.0.1", node.port, OPTIONS)
+    connected(transport)
+    before = used(node.process.pid)[0]
+    command = [sys.executable, __file__, "--stops", str(node.port)]
+    try:
+        while True:
+            reader = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert reader.stdout is not None
+            assert b"begun\n" in iter(reader.stdout.readline, b"")
+            reader.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            wrong = any(fetched(transport, i) != content(1, i) for i in range(9))
+            while used(node.process.pid)[0] > before:
+                assert time.monotonic() - started < PATIENT.timeout_seconds
+                time.sleep(0.05)
+            seconds = time.monotonic() - started
+            reader.kill()
+            reader.wait()
+            yield seconds, wrong, node.process.pid
+    finally:
+        node.stop()
+        transport.close()
+
+
+def stops(port: int) -> None:
+    """The client of :func:`slow`, which stops it."""
+    transport = UcxTransport("127.0.0.1", port, OPTIONS)
+    transport.connect()
+    begun(transport)
+    print("begun", flush=True)
+    sys.stdin.read()
+
+
+WAYS = {"aborted": losses, "hung": losses, "killed": losses, "garbage": garbage, "slow": slow}
 
 
 def lost(how: str, count: int) -> str:
@@ -122,12 +221,12 @@ def lost(how: str, count: int) -> str:
         discarded = REGISTRY.get_sample_value("lynx_ucx_discarded_workers_total") or 0.0
         return *used(os.getpid()), *used(pid), discarded
 
-    longest, late = 0.0, 0
-    losing = losses(how)
+    longest, wrong = 0.0, 0
+    losing = WAYS[how](how)
     for i in range(WARM_UP + count):
-        seconds, written, pid = next(losing)
+        seconds, mistaken, pid = next(losing)
         if i >= WARM_UP:
-            longest, late = max(longest, seconds), late + written
+            longest, wrong = max(longest, seconds), wrong + mistaken
         if i == WARM_UP - 1:
             before = state(pid)
     fds, mib, node_fds, node_mib, discarded = (
@@ -137,7 +236,7 @@ def lost(how: str, count: int) -> str:
     connection._GRACE_SECONDS = grace
     node = "another" if how == "killed" else f"{node_fds:+.0f}, {node_mib:+.1f} MiB"
     return (
-        f"| {how} | {count} | {discarded:.0f} | {longest:.2f} s | {late} | "
+        f"| {how} | {count} | {discarded:.0f} | {longest:.2f} s | {wrong} | "
         f"{fds:+.0f}, {mib:+.1f} MiB | {node} |"
     )
 
@@ -145,15 +244,18 @@ def lost(how: str, count: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cycles", type=int, default=500)
-    kinds = ("aborted", "hung", "killed")
-    for how in kinds:
+    for how in WAYS:
         parser.add_argument(f"--{how}", type=int, default=0)
+    parser.add_argument("--stops", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.stops:
+        stops(arguments.stops)
+        return
     if arguments.cycles:
         cycles(arguments.cycles)
-    counts = {how: getattr(arguments, how) for how in kinds}
+    counts = {how: getattr(arguments, how) for how in WAYS}
     if any(counts.values()):
-        print("| how | times | in the middle | longest wait | late writes | client | node |")
+        print("| how | times | in the middle | longest wait | wrong | client | node |")
         print("|---|---|---|---|---|---|---|", flush=True)
     for how, count in counts.items():
         if count:

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
 
+from lynx_backend import logs
 from lynx_backend.errors import TierError, TransportError
 from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.testing.transport import WAIT_SECONDS, ScriptedSource, TransportConformance
@@ -412,10 +413,12 @@ def test_garbage_ends_its_own_connection_only(serve: Serve, connect: Connect):
     assert server.peers == 1
 
 
-def test_a_peer_that_says_nothing_is_let_go(serve: Serve):
+def test_a_peer_that_says_nothing_is_let_go(serve: Serve, caplog: pytest.LogCaptureFixture):
+    logs._limiter._last.clear()
     server = serve(options=QUICK)
     with socket.create_connection(server.address, timeout=WAIT_SECONDS) as s:
         assert s.recv(100) == b""
+    assert f"did not greet within {QUICK.timeout_seconds:g} s" in caplog.text
 
 
 class Liar:

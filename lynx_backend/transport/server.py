@@ -130,7 +130,8 @@ class UcxServer:
             known = await asyncio.wait_for(greeting, self._options.timeout_seconds)
         except (TransportError, asyncio.TimeoutError) as e:
             metrics.ERRORS.labels("PeerRefused").inc()
-            warn_limited(logger, "peer-refused", "refused a peer at %s: %s", name, e)
+            why = str(e) or f"it did not greet within {self._options.timeout_seconds:g} s"
+            warn_limited(logger, "peer-refused", "refused a peer at %s: %s", name, why)
             stream.close()
             return
         finally:
