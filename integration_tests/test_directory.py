@@ -20,7 +20,7 @@ pytest.importorskip("redis", reason="the directory needs redis-py")
 
 from lynx_backend import logs
 from lynx_backend.config import LynxConfig, RedisConfig
-from lynx_backend.directory import Directory
+from lynx_backend.directory import Directory, Registration
 from lynx_backend.errors import ConfigError, TransportError
 from lynx_backend.keys import ChunkKey
 from lynx_backend.peers import PeerTier, peers_from_config
@@ -188,6 +188,34 @@ def test_without_redis_the_last_known_nodes_are_used_and_one_line_says_so(
     server.start()
     eventually(lambda: other.lookup(KEYS[:1]) == [Presence.FULL])
     other.close()
+
+
+def test_a_password_file_that_is_away_for_a_moment_does_not_end_the_lease(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    locked = Server(
+        tmp_path / "redis",
+        arguments=("--requirepass", "s3cret"),
+        cli=("-a", "s3cret", "--no-auth-warning"),
+    )
+    logs._limiter._last.clear()
+    with running(locked):
+        config = RedisConfig(url=locked.url, password_file=str(secret))
+        reader = Directory(config, FINGERPRINT)
+        directory = Directory(config, FINGERPRINT)
+        secret.unlink()
+        directory.close()  # as after a failover: the next call connects anew
+        member = Member("127.0.0.1", 7430, "0f" * 16)
+        lease = Registration(directory, member, LEASE_SECONDS)
+        wait_until(lambda: "password_file" in caplog.text, WAIT_SECONDS)
+        assert reader.members() == []
+        secret.write_text("s3cret")
+        wait_until(lambda: reader.members() == [member], WAIT_SECONDS)
+        lease.close()
+        assert reader.members() == []
+        reader.close()
 
 
 def store_changes(store: ChunkStore, seconds: float) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import metrics
 from .config import LynxConfig, RedisConfig
-from .errors import ConfigError, TransportError
+from .errors import ConfigError, LynxError, TransportError
 from .logs import warn_limited
 from .redis_client import FAILURES, Client, RedisCluster, connect, explain
 from .transport.member import Member
@@ -159,9 +159,11 @@ class _Repeated:
         while not self._closing.is_set():
             try:
                 self.once()
-            except TransportError as e:
+            # Whatever it is, a password file that is away for a moment among it: without this
+            # thread the node, or all its peers, would be gone for good.
+            except Exception as e:
                 metrics.ERRORS.labels("DirectoryError").inc()
-                warn_limited(logger, "directory", "%s", e)
+                warn_limited(logger, "directory", "%s: %s", type(e).__name__, e)
             self._closing.wait(self._seconds)
 
 
@@ -181,7 +183,7 @@ class Registration(_Repeated):
         super().close()
         try:
             self._directory.leave(self._member)
-        except TransportError as e:  # the lease ends by itself
+        except LynxError as e:  # the lease ends by itself
             warn_limited(logger, "directory", "%s", e)
         self._directory.close()
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -73,7 +73,8 @@ class PeerTier(Tier):
                 return
             before = self._peers
             self._peers = {
-                member: before.get(member) or _Peer(member, self._options) for member in members
+                member: before.get(member) or _Peer(member, self._options)
+                for member in dict.fromkeys(members)
             }
             gone = [peer for member, peer in before.items() if member not in self._peers]
         for peer in gone:
@@ -86,17 +87,24 @@ class PeerTier(Tier):
         return self.get_many([name])[0]
 
     def get_many(self, names: Sequence[ObjectName]) -> list[memoryview | None]:
-        holders = self._locate(names)
+        with self._lock:
+            known = {name: self._holders.get(name) for name in names}
+        holders = self._locate(known)
         request = f"get-{next(self._requests)}"
-        started = [
-            None if holder is None else self._start(request, name, holder)
-            for name, holder in zip(names, holders, strict=True)
-        ]
-        return [None if each is None else self._finish(request, *each) for each in started]
+        until = time.monotonic() + self._timeout
+        started = {
+            name: None if holder is None else self._start(request, name, holder)
+            for name, holder in holders.items()
+        }
+        got = {
+            name: None if each is None else self._finish(request, until, *each)
+            for name, each in started.items()
+        }
+        return [got[name] for name in names]
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
-        self.forget(names)
-        return [None if holder is None else holder[2] for holder in self._locate(names)]
+        holders = self._locate(dict.fromkeys(names))
+        return [None if (holder := holders[name]) is None else holder[2] for name in names]
 
     # -- one object at a time, without waiting: for transports -------------------------------------
 
@@ -160,28 +168,38 @@ class PeerTier(Tier):
         if self._closed:
             raise TierError("the tier of peers is closed")
 
-    def _locate(self, names: Sequence[ObjectName]) -> list[_Holder | None]:
-        """Who holds each object, as known from a moment ago or asked of all peers now."""
+    def _locate(
+        self, known: Mapping[ObjectName, _Holder | None]
+    ) -> dict[ObjectName, _Holder | None]:
+        """Who holds each object: as ``known``, or asked of all peers now where that is nobody.
+
+        What is remembered stays so until there is an answer: others may be fetching by it.
+        """
         self._check_open()
         with self._lock:
-            found = {name: self._holders.pop(name, None) for name in names}
             peers = [peer.transport for peer in self._peers.values() if peer.transport.connected]
         metrics.PEERS_CONNECTED.set(len(peers))
-        for name, holder in found.items():
-            # A peer that came back as another process is another peer.
-            if holder is not None and holder[0].node != holder[1]:
-                found[name] = None
+        # A peer that came back as another process is another peer.
+        found = {n: h if h is not None and h[0].node == h[1] else None for n, h in known.items()}
         missing = [name for name, holder in found.items() if holder is None]
-        if missing:
-            for peer, node, sizes in self._ask(peers, missing):
-                for name, size in zip(missing, sizes, strict=True):
-                    if size is not None and found[name] is None:
-                        found[name] = (peer, node, size)
+        answered = set()
+        for peer, node, sizes in self._ask(peers, missing) if missing else ():
+            answered.add(peer)
+            for name, size in zip(missing, sizes, strict=True):
+                if size is None or found[name] is not None:
+                    continue
+                if size <= self._options.most_object_bytes:
+                    found[name] = (peer, node, size)
         with self._lock:
-            self._holders.update((name, h) for name, h in found.items() if h is not None)
+            for name, holder in found.items():
+                if holder is not None:
+                    self._holders[name] = holder
+                    self._holders.move_to_end(name)
+                elif name in self._holders and self._holders[name][0] in answered:
+                    del self._holders[name]
             while len(self._holders) > _REMEMBERED:
                 self._holders.popitem(last=False)
-        return [found[name] for name in names]
+        return found
 
     def _ask(
         self, peers: Sequence[UcxTransport], names: Sequence[ObjectName]
@@ -222,15 +240,23 @@ class PeerTier(Tier):
             return None
 
     def _finish(
-        self, request: str, data: memoryview, peer: UcxTransport, future: Future[bool]
+        self,
+        request: str,
+        until: float,
+        data: memoryview,
+        peer: UcxTransport,
+        future: Future[bool],
     ) -> memoryview | None:
         try:
-            return data.toreadonly() if future.result(self._timeout) else None
+            there = future.result(max(0.0, until - time.monotonic()))
+            return data.toreadonly() if there else None
         except TransportError as e:
             warn_limited(logger, "peers-fetch", "a peer did not give an object: %s", e)
         except FutureTimeout:
-            peer.cancel(request)
+            peer.cancel(request)  # all that it has not given: the time is that of all together
             warn_limited(logger, "peers-fetch", "%s gave no object in %g s", peer, self._timeout)
+        except CancelledError:  # with the one before it, or the tier was closed
+            pass
         return None
 
 
@@ -244,7 +270,10 @@ class _Peer:
 
     def close(self) -> None:
         self._closing.set()
-        self.transport.close()
+        try:
+            self.transport.close()
+        except TransportError as e:  # the others are to be closed as well
+            warn_limited(logger, "peers-close", "%s was not closed in order: %s", self.transport, e)
 
     def _keep_connected(self) -> None:
         pause = _FIRST_RETRY_SECONDS
@@ -252,7 +281,7 @@ class _Peer:
             try:
                 self.transport.connect()
                 pause = _FIRST_RETRY_SECONDS
-            except TransportError as e:
+            except Exception as e:  # whatever it is: without this thread the peer is lost for good
                 if not self._closing.is_set():
                     place = f"{self.transport.host}:{self.transport.port}"
                     warn_limited(logger, f"peer-{place}", "%s", e)

@@ -1,0 +1,159 @@
+"""Peers as a tier, with real nodes in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
+
+from lynx_backend.keys import ChunkKey, ObjectName, Part
+from lynx_backend.peers import PeerTier, named
+from lynx_backend.transport.client import UcxTransport
+from lynx_backend.transport.greeting import LinkOptions
+from lynx_backend.transport.server import UcxServer
+
+WAIT_SECONDS = 30.0
+SIZE = 1000
+NAMES = [ChunkKey(bytes(16), bytes([i]) * 16).object(Part.ANCHOR) for i in range(4)]
+
+
+class Source:
+    """Has every object; answers when it may."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self.lookups, self.reads = threading.Event(), threading.Event()
+        self.lookups.set()
+        self.reads.set()
+        self.asked = 0
+
+    def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
+        self.asked += 1
+        assert self.lookups.wait(WAIT_SECONDS)
+        return [self.size] * len(names)
+
+    def get(self, name: ObjectName) -> memoryview | None:
+        assert self.reads.wait(WAIT_SECONDS)
+        return memoryview(name.key.prefix[:1] * self.size)
+
+
+def eventually(check: Callable[[], object]) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while not check():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+Connect = Callable[..., PeerTier]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """A tier that is connected to a node for each source."""
+    ends: list[PeerTier | UcxServer] = []
+    gates: list[Source] = []
+
+    def connect(
+        *sources: Source, seconds: float = WAIT_SECONDS, options: LinkOptions | None = None
+    ) -> PeerTier:
+        gates.extend(sources)
+        servers = [UcxServer(source) for source in sources]
+        tier = PeerTier(options or LinkOptions(), seconds)
+        ends.extend([tier, *servers])
+        tier.update(named(",".join("{}:{}".format(*server.address) for server in servers)))
+        eventually(lambda: len(tier.connected) == len(sources))
+        return tier
+
+    yield connect
+    for gate in gates:
+        gate.lookups.set()
+        gate.reads.set()
+    for end in ends:
+        end.close()
+
+
+def test_objects_come_from_a_peer(connect: Connect):
+    tier = connect(Source())
+    assert tier.sizes([*NAMES, NAMES[0]]) == [SIZE] * 5
+    assert tier.get_many([*NAMES, NAMES[0]]) == [bytes([i]) * SIZE for i in (0, 1, 2, 3, 0)]
+
+
+def test_a_peer_that_gives_nothing_in_time_is_one_wait_and_misses(connect: Connect):
+    source = Source()
+    source.reads.clear()
+    tier = connect(source, seconds=1.0)
+    started = time.monotonic()
+    assert tier.get_many(NAMES) == [None] * 4
+    assert 1.0 <= time.monotonic() - started < 3.0
+    source.reads.set()
+    eventually(lambda: tier.get(NAMES[1]) == bytes([1]) * SIZE)
+
+
+def test_who_fetches_is_not_disturbed_by_who_looks_up(connect: Connect):
+    source = Source()
+    tier = connect(source)
+    assert tier.sizes(NAMES) == [SIZE] * 4
+    source.lookups.clear()
+    asking = threading.Thread(target=tier.sizes, args=(NAMES,))
+    asking.start()
+    eventually(lambda: source.asked == 2)
+    out = bytearray(SIZE)
+    future = tier.fetch("another", NAMES[2], memoryview(out))
+    assert future is not None
+    assert future.result(WAIT_SECONDS)
+    assert out == bytes([2]) * SIZE
+    source.lookups.set()
+    asking.join(WAIT_SECONDS)
+    assert tier.fetch("another", NAMES[2], memoryview(out)) is not None
+
+
+def test_what_no_peer_has_any_more_is_forgotten(connect: Connect):
+    source = Source()
+    tier = connect(source)
+    assert tier.sizes(NAMES[:1]) == [SIZE]
+    source.sizes = lambda names: [None] * len(names)  # type: ignore[method-assign]
+    assert tier.sizes(NAMES[:1]) == [None]
+    assert tier.fetch("r", NAMES[0], memoryview(bytearray(SIZE))) is None
+
+
+def test_a_size_beyond_what_is_taken_is_no_object(connect: Connect):
+    tier = connect(Source(size=2**62))
+    assert tier.sizes(NAMES[:1]) == [None]
+    assert tier.get_many(NAMES[:1]) == [None]
+    # Another peer may have it as it is.
+    both = connect(Source(size=2**62), Source())
+    assert both.get_many(NAMES[:1]) == [bytes([0]) * SIZE]
+
+
+def test_a_peer_named_twice_is_one(connect: Connect):
+    (member,) = connect(Source()).connected
+
+    def links() -> int:
+        return sum(t.name == f"lynx-ucx-{member.host}:{member.port}" for t in threading.enumerate())
+
+    before = links()
+    tier = PeerTier(LinkOptions(), 1.0)
+    tier.update([member, member])
+    assert links() == before + 1
+    tier.close()
+    eventually(lambda: links() == before)
+
+
+def test_whatever_goes_wrong_connecting_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    tries: list[str] = []
+
+    def failing(self: UcxTransport) -> None:
+        tries.append(self.host)
+        raise MemoryError("whatever it may be")
+
+    tier = PeerTier(LinkOptions(), 1.0)
+    monkeypatch.setattr("lynx_backend.peers._FIRST_RETRY_SECONDS", 0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(UcxTransport, "connect", failing)
+        tier.update(named("127.0.0.1:1"))
+        eventually(lambda: len(tries) > 2)
+    tier.close()
