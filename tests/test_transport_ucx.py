@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -300,8 +302,16 @@ def test_nodes_that_do_not_agree_refuse_each_other_by_name(
 
 
 def test_what_is_too_large_or_too_much_is_refused(serve: Serve, connect: Connect):
-    transport = connect(serve(options=LinkOptions(most_object_bytes=3)))
-    with pytest.raises(TransportError, match="too large"):
+    server = serve(options=LinkOptions(most_object_bytes=3))
+    transport = connect(server)
+    with pytest.raises(TransportError, match=r"would refuse .* 3 bytes an object"):
+        fetched(transport, name(0), 4)
+    assert transport.put("r", name(1), memoryview(b"1234")).result(WAIT_SECONDS) is False
+    with pytest.raises(TransportError, match=r"would refuse .* 0 at a time"):
+        fetched(connect(serve(options=LinkOptions(most_open=0))), name(0), 4)
+    # A client that asks all the same.
+    transport._connection.peer = replace(transport._connection.peer, most_object_bytes=4)
+    with pytest.raises(TransportError, match="refused: object too large"):
         fetched(transport, name(0), 4)
 
 
@@ -369,6 +379,41 @@ def test_a_put_object_is_kept_whole(serve: Serve, connect: Connect):
     too_much = memoryview(bytes(4_000_001))
     assert transport.put("r", name(1), too_much).result(WAIT_SECONDS) is False
     assert connect(serve()).put("r", name(1), memoryview(b"x")).result(WAIT_SECONDS) is False
+
+
+def test_what_waits_to_be_kept_counts_also_when_its_client_has_left(serve: Serve):
+    go = threading.Event()
+
+    def sink(wanted: ObjectName, data: memoryview) -> bool:
+        return go.wait(WAIT_SECONDS)
+
+    server = serve(sink=sink, most_put_bytes=1000)
+    data = memoryview(bytes(400))
+    for i in range(2):
+        with closing(UcxTransport(*server.address)) as client:
+            client.connect()
+            client.put("r", name(i), data)
+            eventually(lambda: server._put_bytes == 400 * (i + 1))  # noqa: B023
+            eventually(lambda: not any(peer.puts for peer in server._peers.values()))
+    eventually(lambda: server.peers == 0)
+    with closing(UcxTransport(*server.address)) as client:
+        client.connect()
+        assert client.put("r", name(2), data).result(WAIT_SECONDS) is False
+        go.set()
+        eventually(lambda: server._put_bytes == 0)
+        assert client.put("r", name(2), data).result(WAIT_SECONDS) is True
+
+
+def test_a_host_that_is_no_name_and_a_port_that_is_none_are_readable_errors():
+    with (
+        closing(UcxTransport("a..b", 7430)) as client,
+        pytest.raises(TransportError, match=r"cannot connect to a\.\.b:7430"),
+    ):
+        client.connect()
+    before = threading.active_count()
+    with pytest.raises(TransportError, match=r"cannot listen on 127\.0\.0\.1:70000"):
+        UcxServer(ScriptedSource(), port=70000)
+    eventually(lambda: threading.active_count() <= before)
 
 
 def test_a_sink_that_fails_is_an_error_of_that_put_only(serve: Serve, connect: Connect):

@@ -122,7 +122,7 @@ class UcxTransport(Transport):
         self._check_open()
         try:
             self._thread.wait(self._connect(), self._options.timeout_seconds)
-        except (OSError, TransportError) as e:
+        except (OSError, UnicodeError, TransportError) as e:  # UnicodeError: no name of a host
             raise TransportError(f"cannot connect to {self.host}:{self.port}: {e}") from e
 
     def abort(self) -> None:
@@ -321,6 +321,14 @@ class UcxTransport(Transport):
             return
         if transfer.cancelling:
             self._end(transfer, False)
+            return
+        allows = connection.peer
+        if transfer.size > allows.most_object_bytes or len(self._transfers) >= allows.most_open:
+            why = (
+                f"{self.host}:{self.port} would refuse {transfer.name}: it allows "
+                f"{allows.most_object_bytes} bytes an object and {allows.most_open} at a time"
+            )
+            self._end(transfer, TransportError(why) if kind == Kind.FETCH else False)
             return
         transfer.id, transfer.connection = self._number(), connection
         self._transfers[transfer.id] = transfer

@@ -73,7 +73,7 @@ class UcxServer:
         self._thread = LoopThread("lynx-ucx-server")
         try:
             self.address = self._thread.wait(self._listen(host, port), CLOSE_SECONDS)
-        except OSError as e:
+        except (OSError, OverflowError) as e:  # OverflowError: no port
             self.close()
             raise TransportError(f"cannot listen on {host}:{port}: {e}") from e
 
@@ -212,7 +212,7 @@ class UcxServer:
         peer = self._peers[connection]
         if id_ in peer.puts:
             connection.forget(id_)
-            self._free(peer, id_)
+            self._put_bytes -= peer.puts.pop(id_)
         elif not self._sender.withdraw(connection, id_):
             return  # all of it is announced: the client knows by that
         connection.write(protocol.pack_end(id_, End.CANCELLED))
@@ -231,7 +231,7 @@ class UcxServer:
             if self._draining
             else f"no room for {request.size} bytes now"
             if request.size > min(room, self._options.most_object_bytes)
-            or len(peer.puts) >= self._options.most_open
+            or len(peer.puts) + peer.keeping >= self._options.most_open
             else None
         )
         if refusal is not None:
@@ -246,16 +246,21 @@ class UcxServer:
 
     def _keep(self, connection: Connection, request: Request, data: memoryview) -> None:
         assert self._sink is not None
+        # Its bytes are counted until it is kept, also when the client cancels it or leaves.
+        peer = self._peers[connection]
+        del peer.puts[request.id]
+        peer.keeping += 1
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._keeper, self._sink, request.name, data.toreadonly())
-        future.add_done_callback(partial(self._kept, connection, request))
+        future.add_done_callback(partial(self._kept, connection, peer, request))
 
-    def _kept(self, connection: Connection, request: Request, future: asyncio.Future[bool]) -> None:
+    def _kept(
+        self, connection: Connection, peer: _Peer, request: Request, future: asyncio.Future[bool]
+    ) -> None:
+        peer.keeping -= 1
+        self._put_bytes -= request.size
         if future.cancelled():
             return
-        peer = self._peers.get(connection)
-        if peer is not None:
-            self._free(peer, request.id)
         error = future.exception()
         if error is not None:
             why = f"{type(error).__name__}: {error}"
@@ -265,9 +270,6 @@ class UcxServer:
         else:
             end = End.STORED if future.result() else End.REFUSED
             connection.write(protocol.pack_end(request.id, end))
-
-    def _free(self, peer: _Peer, id_: int) -> None:
-        self._put_bytes -= peer.puts.pop(id_, 0)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -283,7 +285,7 @@ class UcxServer:
 
     def _busy(self, connection: Connection, peer: _Peer) -> bool:
         sending = self._sender.open(connection) or connection.window.messages
-        return bool(sending or peer.puts or peer.lookups)
+        return bool(sending or peer.puts or peer.keeping or peer.lookups)
 
     async def _shut(self) -> None:
         self._draining = True
@@ -303,5 +305,6 @@ class _Peer:
 
     def __init__(self) -> None:
         self.lookups = 0
-        #: bytes of each unfinished put
+        #: bytes of each put that has not come yet, and how many have and are not kept yet
         self.puts: dict[int, int] = {}
+        self.keeping = 0

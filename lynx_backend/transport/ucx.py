@@ -144,11 +144,6 @@ class Channel:
         """Messages that UCX still holds a buffer of."""
         return len(self._pending)
 
-    @property
-    def alive(self) -> bool:
-        """Whether UCX believes that the peer is there."""
-        return self._endpoint is not None and bool(self._endpoint.alive)
-
     def connect(self, address: bytes) -> None:
         """Connect to the peer whose channel has this address."""
         try:
