@@ -265,7 +265,7 @@ class PeersConfig(_Section):
         secret_file: a file that holds it, its last newline not being part of it.
         model, layout: when set, only nodes that have set the same, or nothing, are talked to.
         timeout_seconds: silence after which a peer counts as dead.
-        fetch_seconds: how long an object may take.
+        fetch_seconds: how long one get may take, all its objects together.
         anchor_wait_seconds: most time that residuals under way may cost an arriving anchor.
         max_object_bytes: largest object that is given or taken.
     """

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from lynx_backend import metrics
 from lynx_backend.config import LynxConfig
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,11 @@ def test_links_and_named_files_exist(page: Path):
     named = r"`((?:tests|integration_tests|benchmarks|kernels|lynx_backend|docs)/[\w/.]+\.\w+)`"
     for target in re.findall(named, text):
         assert (ROOT / target).exists(), target
+
+
+def test_the_operators_page_names_every_metric():
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert {*re.findall(r"`(lynx_\w+)`", page)} == metrics.REGISTRY.lynx_backend_metrics.keys()
 
 
 def test_tables_of_measurements_are_those_of_the_raw_numbers():
