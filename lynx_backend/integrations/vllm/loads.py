@@ -83,9 +83,6 @@ class Loads:
         self._news: dict[str, Counter[State]] = {}
         self._arrivals = Arrivals()
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads
-
     def start(self, load: Load) -> None:
         """Start loading a request."""
         try:
