@@ -42,7 +42,7 @@ PAGES = PageLayout("vllm_cpu", HEADS, DIM, 128)
 def cache(seed: int = 0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, LAYERS, TOKENS, HEADS, DIM, generator=g)
-    kv[0] = kv[0] * 0.2 + 3 * torch.randn(LAYERS, 1, HEADS, DIM, generator=g)
+    kv[0] += 2 * torch.randn(LAYERS, 1, HEADS, DIM, generator=g)
     return kv
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from _lmcache_l2 import (
     DIM,
     HEADS,
     LAYERS,
+    PAGES,
     TOKENS,
     Client,
     cache,
@@ -195,6 +197,32 @@ def test_a_wrong_layout_is_refused_with_the_right_one(opened, caplog):
     assert "looks like page_layout vllm_cpu, head_dim 64, block_tokens 128" in refused
     assert client.lookup([key(0)]) == []
     assert client.adapter.get_usage().total_bytes_used == 0
+
+
+def test_a_prompt_that_repeats_itself_settles_nothing(opened):
+    same = cache()
+    same[:] = same[:, :, :1]  # every token is the first
+    buffer = torch.empty(LAYERS, TOKENS, PAGES.row)
+    PAGES.pack(same, buffer)
+    client = opened()
+    assert client.store([key(0)], [memory_object(buffer)]).is_successful()
+    assert client.store([key(1)], [memory_object(chunk())]).is_successful()
+    assert client.adapter.report_status()["refused"] == []
+
+
+def test_one_chunk_that_fits_takes_a_refusal_back_unless_many_did_not(opened, monkeypatch):
+    monkeypatch.setattr(lmcache_l2, "_MISFITS", 2)
+    odd = [chunk(seed, replace(PAGES, block=32)) for seed in range(2)]
+    client = opened()
+    assert not client.store([key(0)], [memory_object(odd[0])]).is_successful()
+    assert client.adapter.report_status()["refused"]
+    assert client.store([key(1)], [memory_object(chunk())]).is_successful()
+    assert client.adapter.report_status()["refused"] == []
+    assert client.store([key(0)], [memory_object(odd[0])]).is_successful()
+    client = opened()
+    for i in range(2):
+        assert not client.store([key(i)], [memory_object(odd[i])]).is_successful()
+    assert not client.store([key(2)], [memory_object(chunk())]).is_successful()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ logged at most every 30 s.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ from ..tiers import TierStats
 from .lmcache.chunk_layouts import CacheGeometry, ChunkLayout, ChunkLayouts
 from .lmcache.failures import Unreadable, report
 from .lmcache.key_index import KeyIndex, cursor_of, is_cursor
-from .lmcache.page_layouts import better_layout, roughness
+from .lmcache.page_layouts import fitting_layout
 from .lmcache.rank_stores import RankStores
 from .lmcache.settings import Settings
 from .lmcache.versions import check_interface, warn_untested
@@ -68,6 +67,9 @@ _USED = {
 _THREADS = {"store": 1, "lookup": 1, "load": 2}
 #: Most bytes of decoded cache read from the tiers at a time.
 _READ_BYTES = 256 << 20
+
+#: Chunks that must not fit before no more are looked at: that costs as much as encoding them.
+_MISFITS = 16
 
 T = TypeVar("T")
 
@@ -114,6 +116,15 @@ class LynxL2AdapterConfig(L2AdapterConfigBase):
             "Lynx's sections (nvme, redis, codec, ...), beside them config (a Lynx YAML file), "
             "namespace, and kv_cache: {head_dim, page_layout, block_tokens}"
         )
+
+
+@dataclass
+class _Verdict:
+    """Whether a model's buffers have the layout that was named, as far as chunks have told."""
+
+    fits: bool = False
+    misfits: int = 0
+    refusal: str = ""
 
 
 class _Tasks(Generic[T]):
@@ -179,7 +190,7 @@ class LynxL2Adapter(L2AdapterInterface):
         folder = config.settings.config.nvme.path
         self._index = KeyIndex(None if folder is None else Path(folder) / INDEX_FILE)
         self._seen: dict[tuple[str, int, int], ChunkLayout] = {}
-        self._verdicts: dict[tuple[str, int, ChunkLayout], str] = {}
+        self._verdicts: dict[tuple[str, int, ChunkLayout], _Verdict] = {}
         self._unreadable = Unreadable()
         self._failing: dict[str, str] = {}
         self._reports: Counter[str] = Counter()
@@ -251,18 +262,24 @@ class LynxL2Adapter(L2AdapterInterface):
         return L2StoreResult(len(kept) == len(set(keys)), written)
 
     def _check(self, key: ObjectKey, layout: ChunkLayout, buffer: torch.Tensor) -> None:
-        """Refuse a model whose first chunk shows that its buffers have another layout."""
+        """Refuse a model whose chunks show that its buffers have another layout.
+
+        One chunk that fits settles it. One that does not may be an odd text: so many are judged.
+        """
         subject = (key.model_name, key.object_group_id, layout)
-        if subject not in self._verdicts:
-            better = better_layout(layout.pages, buffer, layout.kv.layers, layout.kv.tokens)
-            if better is None and math.isnan(roughness(layout.unpack(buffer))):
-                return  # nothing to tell by
-            self._verdicts[subject] = "" if better is None else (
-                f"the cache of {key.model_name} does not lie in memory as {layout.pages}; it looks "
-                f"like {better}: set that in kv_cache. Nothing of this model is stored"
-            )  # fmt: skip
-        if self._verdicts[subject]:
-            raise UnsupportedError(self._verdicts[subject])
+        verdict = self._verdicts.setdefault(subject, _Verdict())
+        if not verdict.fits and verdict.misfits < _MISFITS:
+            fitting = fitting_layout(layout.pages, buffer, layout.kv.layers, layout.kv.tokens)
+            if fitting == layout.pages:
+                verdict.fits, verdict.refusal = True, ""
+            elif fitting is not None:
+                verdict.misfits += 1
+                verdict.refusal = (
+                    f"the cache of {key.model_name} does not lie in memory as {layout.pages}; it "
+                    f"looks like {fitting}: set that in kv_cache. Nothing of this model is stored"
+                )
+        if verdict.refusal:
+            raise UnsupportedError(verdict.refusal)
 
     # -- lookup and locks --------------------------------------------------------------------------
 
@@ -430,7 +447,7 @@ class LynxL2Adapter(L2AdapterInterface):
             "type": type(self).__name__,
             "tiers": tiers,
             "failing": dict(self._failing),
-            "refused": sorted({text for text in self._verdicts.values() if text}),
+            "refused": sorted({v.refusal for v in list(self._verdicts.values()) if v.refusal}),
             "codec": self._stores.codec.spec.fingerprint,
             "stored_object_count": len(self._index),
             "locked_object_count": self._index.locked,

@@ -27,6 +27,10 @@ PAGE_LAYOUTS = {
 BLOCKS = (16, 32, 64, 128, 256)
 _HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 _SPAN = 32
+#: Layers that are looked at, evenly spread: each costs as much as encoding several.
+_LAYERS = 8
+#: Of a chunk that is less rough than this, whatever way it is read, nothing can be told.
+_LEAST_TELLING = 2.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def roughness(kv: torch.Tensor) -> float:
 
     It is what a codec that shares scales along tokens pays for. Keys keep to their channel: along
     the true axes 4 to 5 was measured (SmolLM2, Gemma 3), along false ones 5 to 27, and independent
-    numbers have 17.6.
+    numbers have 17.6. A text of one or two tokens over and over has 0.03 to 1.5, of ten 2.4.
 
     Args:
         kv: ``[planes, layers, tokens, heads, head_dim]``.
@@ -165,25 +169,40 @@ def alternatives(layout: PageLayout, tokens: int) -> list[PageLayout]:
     return list(dict.fromkeys(found))
 
 
-def better_layout(
+def fitting_layout(
     layout: PageLayout, buffer: torch.Tensor, layers: int, tokens: int, margin: float = 1.1
 ) -> PageLayout | None:
-    """Another known layout that fits a real chunk clearly better, or None.
+    """The known layout that fits a real chunk: ``layout``, unless another does clearly better.
 
     Args:
-        layout: what the buffer is believed to hold.
+        layout: what the buffer is believed to hold. A latent has no alternatives.
         buffer: as for :meth:`PageLayout.unpack`.
         margin: how many times rougher ``layout`` may be than the best.
+
+    Returns:
+        None when the chunk tells nothing: a prompt that repeats itself is smooth along many axes.
     """
     if layout.planes == 1:
-        return None
+        return layout
     known = alternatives(layout, tokens)
-    rough = [roughness(each.unpack(buffer, layers, tokens)) for each in known]
+    some = torch.arange(0, layers, -(-layers // _LAYERS))
+    rough = [roughness(_layers_of(each, buffer, layers, tokens, some)) for each in known]
     least = min((r for r in rough if not math.isnan(r)), default=math.nan)
-    if not rough[0] > margin * least:
+    if not least >= _LEAST_TELLING:
         return None
+    if not rough[0] > margin * least:
+        return layout
     # Some differ in the size of a head alone, which costs a codec nothing and shows in nothing.
     return next(each for each, r in zip(known, rough, strict=True) if r <= margin * least)
+
+
+def _layers_of(
+    layout: PageLayout, buffer: torch.Tensor, layers: int, tokens: int, some: torch.Tensor
+) -> torch.Tensor:
+    """:meth:`PageLayout.unpack` of some of the layers."""
+    if layout.name == "planes":
+        return layout.unpack(buffer, layers, tokens)[:, some]
+    return layout.unpack(buffer.view(layers, -1)[some], len(some), tokens)
 
 
 def plausible(sizes: Sequence[int], layout: PageLayout) -> tuple[int, int] | None:
