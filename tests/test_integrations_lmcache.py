@@ -16,6 +16,7 @@ from lynx_backend.codec import Calibration
 from lynx_backend.errors import ConfigError, InvalidInputError, UnsupportedError
 from lynx_backend.integrations.lmcache import versions
 from lynx_backend.integrations.lmcache.keys import chunk_key, layout_of, salt
+from lynx_backend.integrations.lmcache.rank_stores import RankStores
 from lynx_backend.integrations.lmcache.settings import Settings, open_store, rank_calibration
 from lynx_backend.keys import CacheIdentity
 from lynx_backend.layout import KVLayout
@@ -206,3 +207,14 @@ def test_codec_threads_are_the_cores_whatever_the_engine_made_of_torchs(monkeypa
         store = open_store(config, layout(), local_ranks=ranks)
         assert store.codec.threads == threads
         store.close()
+
+
+def test_every_rank_of_a_server_encodes_on_as_many_threads_as_was_said(tmp_path):
+    path = tmp_path / "c.npz"
+    calibration().save(path)
+    codec = {"calibration": str(path), "threads": 7}
+    stores = RankStores(Settings.load({"memory": {"max_bytes": 1 << 20}, "codec": codec}))
+    ranks = [stores.of(layout(heads=2), 2 << 24 | rank << 16) for rank in range(2)]
+    assert [each.codec.threads for each in (stores, *ranks)] == [7, 7, 7]
+    assert ranks[0].codec.calibration.fingerprint == calibration().fingerprint
+    stores.close()

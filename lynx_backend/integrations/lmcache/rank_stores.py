@@ -66,7 +66,7 @@ class RankStores:
                 tables = rank_calibration(
                     self.codec.calibration, layout, rank.world_size, rank.rank
                 )
-                codec = Codec(self.codec.spec, calibration=tables)
+                codec = Codec(self.codec.spec, threads=self.codec.threads, calibration=tables)
                 self._stores[layout, rank] = self._open(codec)
             return self._stores[layout, rank]
 
