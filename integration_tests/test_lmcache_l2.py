@@ -407,3 +407,31 @@ def test_close_ends_every_thread_and_descriptor(tmp_path):
     ((_, result),) = client.adapter.pop_completed_store_tasks().items()
     assert not result.is_successful()
     assert not client.adapter.report_status()["is_healthy"]
+
+
+def test_close_fails_what_waits_and_nothing_stays_pending(tmp_path, monkeypatch):
+    adapter = LynxL2Adapter(config(tmp_path))
+    running, go_on = threading.Event(), threading.Event()
+    store = adapter._store
+
+    def slow(*args):
+        running.set()
+        assert go_on.wait(60)
+        return store(*args)
+
+    monkeypatch.setattr(adapter, "_store", slow)
+    tasks = [adapter.submit_store_task([key(n)], [memory_object(chunk(n))]) for n in range(3)]
+    assert running.wait(60)
+    closing = threading.Thread(target=adapter.close)
+    closing.start()
+    done = {}
+    while len(done) < 2:  # those that wait fail at once, whatever the running one does
+        Client(adapter)._wait(adapter.get_store_event_fd())
+        done |= adapter.pop_completed_store_tasks()
+    assert sorted(done) == tasks[1:]
+    go_on.set()
+    closing.join(60)
+    tasks.append(adapter.submit_store_task([key(3)], [memory_object(chunk(3))]))
+    done |= adapter.pop_completed_store_tasks()
+    assert [done[task].is_successful() for task in tasks] == [True, False, False, False]
+    assert adapter.report_status()["pending_tasks"] == 0

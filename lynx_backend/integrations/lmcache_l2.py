@@ -17,7 +17,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -439,7 +439,7 @@ class LynxL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Finish running tasks, drop waiting ones, and end all threads, tiers and descriptors."""
+        """Finish running tasks, fail waiting ones, and end all threads, tiers and descriptors."""
         with self._lock:
             if self._closed:
                 return
@@ -462,20 +462,27 @@ class LynxL2Adapter(L2AdapterInterface):
             self._next_task += 1
             self._pending += 1
 
+        def finish(result: T) -> None:
+            with self._lock:
+                self._pending -= 1
+            tasks.finish(task, result)
+
         def job() -> None:
             result, before = failed, self._reports[op]
             with self._reported(op):
                 result = run(*args)
             if self._reports[op] == before:
                 self._failing.pop(op, None)
-            with self._lock:
-                self._pending -= 1
-            tasks.finish(task, result)
+            finish(result)
+
+        def done(future: Future[None]) -> None:
+            if future.cancelled():  # close() has dropped it
+                finish(failed)
 
         try:
-            self._threads[op].submit(job)
+            self._threads[op].submit(job).add_done_callback(done)
         except RuntimeError:  # closed
-            tasks.finish(task, failed)
+            finish(failed)
         return task
 
     def _compile(self) -> None:
