@@ -9,8 +9,9 @@ never the request.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Chunks that are read from a device at a time, while the ones before them are decoded.
 _CHUNKS_AT_A_TIME = 8
+#: Most time in which :meth:`ChunkStore.close` still writes, unless it is told otherwise.
+CLOSE_SECONDS = 10.0
 
 #: The objects of one chunk in the order in which they are written: residual, anchor.
 EncodedChunk = Sequence[tuple[ObjectName, memoryview]]
@@ -274,14 +277,22 @@ class ChunkStore:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what :meth:`put` left for later is written; whether it is."""
-        done = [access.flush(timeout) for access in self._accesses]
-        return all(done)
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(
+            access.flush(None if end is None else max(0.0, end - time.monotonic()))
+            for access in self._accesses
+        )
 
-    def close(self) -> None:
-        """Write what waits, for some seconds at most, and close all tiers."""
-        self._readers.shutdown()
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Write what waits and close all tiers. What is read meanwhile is a miss.
+
+        Args:
+            timeout: most seconds to write in, of all tiers together; they write at the same time.
+        """
+        end = time.monotonic() + timeout
+        self._readers.shutdown(wait=False, cancel_futures=True)
         for access in self._readable:
-            access.close()
+            access.close(max(0.0, end - time.monotonic()))
 
     # -- details -----------------------------------------------------------------------------------
 
@@ -293,7 +304,7 @@ class ChunkStore:
         groups = [objects_of(keys[i : i + step]) for i in range(0, len(keys), step)]
         ahead: Future[list[Found | None]] | None = None
         for i, names in enumerate(groups):
-            found = access.get(names) if ahead is None else ahead.result()
+            found = access.get(names) if ahead is None else self._answer(ahead, access, names)
             ahead = self._start(access, groups[i + 1]) if i + 1 < len(groups) else None
             yield from zip(found[:: len(Part)], found[1 :: len(Part)], strict=True)
 
@@ -304,6 +315,15 @@ class ChunkStore:
             done: Future[list[Found | None]] = Future()
             done.set_result(access.get(names))
             return done
+
+    @staticmethod
+    def _answer(
+        ahead: Future[list[Found | None]], access: TierAccess, names: Sequence[ObjectName]
+    ) -> list[Found | None]:
+        try:
+            return ahead.result()
+        except CancelledError:  # closed before its turn came
+            return access.get(names)
 
     @staticmethod
     def _write(access: TierAccess, objects: EncodedChunk, wait_seconds: float) -> bool:

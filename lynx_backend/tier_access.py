@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 Check = Callable[[ObjectName, wire.Buffer], wire.Header]
 
 _MEASURE_SECONDS = 1.0
-_CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -156,9 +155,9 @@ class TierAccess:
         """Wait until the queue is empty; whether it is."""
         return self._queue is None or self._queue.flush(timeout)
 
-    def close(self) -> None:
-        """Write what waits, for some seconds at most, and close the tier."""
-        if self._queue is not None and (left := self._queue.close(_CLOSE_SECONDS)):
+    def close(self, timeout: float) -> None:
+        """Write what waits, for so many seconds at most, and close the tier."""
+        if self._queue is not None and (left := self._queue.close(timeout)):
             logger.warning("tier %s closed with %d chunks not written", self.name, left)
         self.tier.close()
 

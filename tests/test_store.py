@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,7 @@ class Device(MemoryTier):
     def __init__(self) -> None:
         super().__init__(1 << 20)
         self.asked: list[int] = []
+        self.written = 0
         self.asked_again = threading.Event()
 
     def get_many(self, names: list[ObjectName]) -> list[memoryview | None]:
@@ -197,6 +199,10 @@ class Device(MemoryTier):
         if len(self.asked) > 1:
             self.asked_again.set()
         return super().get_many(names)
+
+    def put(self, name: ObjectName, data: bytes) -> None:
+        super().put(name, data)
+        self.written += 1
 
 
 def test_the_next_chunks_are_read_while_some_are_decoded():
@@ -223,6 +229,25 @@ def test_the_next_chunks_are_read_while_some_are_decoded():
 
     # What was read before is decoded, the rest are misses.
     assert [kv is not None for kv in store.get_many(keys, closing)[16:]] == [False] * 4
+
+
+def test_closing_does_not_wait_for_reads_and_what_is_cancelled_is_a_miss():
+    tier = Device()
+    store = ChunkStore(Codec(), [tier])
+    keys = [ChunkKey(b"i" * 16, bytes([n]) * 16) for n in range(20)]
+    for i, key in enumerate(keys):
+        store.put(key, cache(i))
+    closed = threading.Event()
+    stuck = [store._readers.submit(closed.wait, 20) for _ in range(4)]
+
+    def target(i: int, layout: KVLayout) -> torch.Tensor:
+        store.close()
+        closed.set()
+        return torch.empty(layout.shape, dtype=torch.bfloat16)
+
+    assert [kv is not None for kv in store.get_many(keys, target)] == [True] * 8 + [False] * 12
+    assert [each.result() for each in stuck] == [True] * 4
+    store.close()
 
 
 def test_a_cache_may_change_once_it_is_encoded(store: ChunkStore):
@@ -422,6 +447,21 @@ class TestWriteBehind:
         waiting.join(20)
         assert store.flush(20)
         assert slow.sizes([KEYS[2].object(Part.ANCHOR)]) != [None]
+
+    def test_closing_gives_all_tiers_together_so_much_time(self):
+        tiers = [HeldTier(1 << 20) for _ in range(3)]
+        for i, tier in enumerate(tiers):
+            tier.name = f"slow{i}"
+        tiers.append(Device())
+        store = ChunkStore(Codec(), tiers, 1 << 20)
+        store.put(KEYS[0], cache())
+        start = time.monotonic()
+        assert not store.flush(0.5)
+        store.close(0.5)
+        assert time.monotonic() - start < 2.5, "one wait for all of them, and not one each"
+        assert tiers[-1].written == 2, "those that can, have written meanwhile"
+        for tier in tiers[:3]:
+            tier.let_through.set()
 
     def test_what_is_removed_does_not_come_back(self, store: ChunkStore, slow: HeldTier):
         for key in KEYS[:2]:
