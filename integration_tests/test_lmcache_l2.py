@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 
 import pytest
@@ -21,6 +22,7 @@ from _lmcache_l2 import (
     key,
     memory_object,
 )
+from _redis_servers import wait_until
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 
@@ -28,8 +30,10 @@ from lynx_backend import metrics
 from lynx_backend.codec import Calibration
 from lynx_backend.errors import ConfigError, TierError, UnsupportedError
 from lynx_backend.integrations import lmcache_l2
+from lynx_backend.integrations.lmcache.key_index import KeyIndex
 from lynx_backend.integrations.lmcache.page_layouts import PageLayout
 from lynx_backend.integrations.lmcache_l2 import LynxL2Adapter, LynxL2AdapterConfig
+from lynx_backend.keys import ChunkKey
 from lynx_backend.layout import KVLayout
 
 
@@ -342,6 +346,30 @@ def test_an_index_that_cannot_be_read(opened, tmp_path):
     assert again.adapter.list_l2_keys().entries == ()
     assert again.lookup([key(0)]) == [0]  # and so it is listed again
     assert len(again.adapter.list_l2_keys().entries) == 1
+
+
+def test_nobody_waits_for_an_index_that_another_process_writes(tmp_path):
+    file = tmp_path / "index"
+    index = KeyIndex(file)
+    index._db.execute("PRAGMA busy_timeout = 60000")
+    known = {key(n): (ChunkKey(b"i" * 16, bytes([n]) * 16), 10 + n) for n in range(2)}
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    writers = [
+        threading.Thread(target=index.add, args=(known,)),
+        threading.Thread(target=index.drop, args=([key(0)],)),
+    ]
+    for writer, left in zip(writers, (2, 1), strict=True):
+        writer.start()
+        wait_until(lambda left=left: len(index) == left)
+        assert len(index.chunks(known)) == left
+        index.lock(known)
+        assert writer.is_alive()
+    other.execute("COMMIT")
+    for writer in writers:
+        writer.join(60)
+    index.close()
+    assert KeyIndex(file).sizes() == {key(1): 11}, "written in the order in which it was changed"
 
 
 # -- faults ----------------------------------------------------------------------------------------
