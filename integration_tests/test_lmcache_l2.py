@@ -30,6 +30,7 @@ from lynx_backend import metrics
 from lynx_backend.codec import Calibration
 from lynx_backend.errors import ConfigError, TierError, UnsupportedError
 from lynx_backend.integrations import lmcache_l2
+from lynx_backend.integrations.lmcache import failures
 from lynx_backend.integrations.lmcache.key_index import KeyIndex
 from lynx_backend.integrations.lmcache.page_layouts import PageLayout
 from lynx_backend.integrations.lmcache_l2 import LynxL2Adapter, LynxL2AdapterConfig
@@ -390,6 +391,25 @@ def test_a_damaged_object_is_a_miss_and_is_replaced(opened, tmp_path):
     assert client.lookup([key(0)]) == []
     assert client.store([key(0)], [memory_object(chunk())]).bytes_transferred() > 0
     assert client.load([key(0)], [memory_object(target)]) == [0]
+
+
+def test_what_could_not_be_asked_for_is_looked_up_again(opened, monkeypatch):
+    monkeypatch.setattr(failures, "_PAUSE_SECONDS", 30.0)
+    client = opened()
+    client.store([key(0)], [memory_object(chunk())])
+    nvme = client.adapter._tiers[0]._tier
+
+    def broken(*args):
+        raise TierError("no answer in time")
+
+    target = torch.zeros_like(chunk())
+    with monkeypatch.context() as patch:
+        patch.setattr(nvme, "get_many", broken)
+        for found in ([0], []):  # not for ever, either
+            assert client.load([key(0)], [memory_object(target)]) == []
+            assert client.lookup([key(0)]) == found
+    assert client.load([key(0)], [memory_object(target)]) == [0]
+    assert client.lookup([key(0)]) == [0]
 
 
 def test_a_tier_that_fails(opened, monkeypatch):

@@ -21,7 +21,7 @@ from lynx_backend.codec import Calibration
 from lynx_backend.config import LynxConfig
 from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.layout import KVLayout
-from lynx_backend.store import ChunkStore, Presence, StoredObjects
+from lynx_backend.store import ChunkStore, Presence, StoredObjects, new_cache
 from lynx_backend.tiers import MemoryTier, NvmeTier, Tier
 
 KEYS = [ChunkKey(b"i" * 16, bytes([n]) * 16) for n in range(4)]
@@ -307,6 +307,52 @@ def test_a_failing_tier_costs_nothing_but_itself(caplog: pytest.LogCaptureFixtur
     broken.broken = False
     assert alone.put(KEYS[0], cache())
     assert torch.equal(alone.get(KEYS[0]), q_full(cache()))
+
+
+class ReadOnlyTier(MemoryTier):
+    """A disk that was mounted read-only once it had errors."""
+
+    name = "read-only"
+    read_only = True
+
+    def delete(self, names: list[ObjectName]) -> None:
+        if self.read_only:
+            raise TierError("read-only; look for disk errors")
+        super().delete(names)
+
+
+def test_refused_is_what_is_found_again_and_again_and_never_read():
+    """Not what is gone by then, and not what might be read by asking once more."""
+    first, second = ReadOnlyTier(1 << 20), BrokenTier(1 << 20)
+    second.broken = first.read_only = False
+    store = ChunkStore(Codec(), [first, second])
+
+    def refused() -> list[int]:
+        told: list[int] = []
+        store.get_many(KEYS, lambda _, layout: new_cache(layout), told.append)
+        return told
+
+    assert refused() == [], "nothing is there"
+    theirs = ChunkStore(Codec(CodecSpec("paper")), [first])
+    for key in KEYS[:2]:
+        theirs.put(key, cache())
+    ChunkStore(Codec(), [second]).put(KEYS[1], cache())
+    assert refused() == [0], "another codec's; of the other chunk there is also one of ours"
+    second.broken = True
+    assert refused() == [], "the tier that fails may have one of ours"
+    second.broken = False
+
+    for part in Part:
+        first.put(KEYS[2].object(part), b"damaged")
+    first.read_only = True
+    assert refused() == [0, 2]
+    first.read_only = False
+    assert refused() == [0], "what is damaged was removed"
+
+    for part, tier in ((Part.ANCHOR, first), (Part.RESIDUAL, second)):
+        objects = store.codec.encode(cache(part), KEYS[3].digest)
+        tier.put(KEYS[3].object(part), objects[part].numpy().data)
+    assert refused() == [0, 3], "halves of two encodings"
 
 
 def test_a_chunk_that_fits_nowhere_is_not_stored():

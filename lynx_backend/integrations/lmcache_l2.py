@@ -345,18 +345,21 @@ class LynxL2Adapter(L2AdapterInterface):
     def _read(self, layout: ChunkLayout, kv_rank: int, chunks: list[_Wanted]) -> list[int]:
         """Fill the buffers of one rank's chunks; the task's indices of those that were."""
         in_place = layout.pages.is_view
+        refused: set[int] = set()
 
         def target(i: int, found: KVLayout) -> torch.Tensor | None:
             if found != layout.kv:
+                refused.add(i)
                 return None
             return layout.unpack(chunks[i].buffer) if in_place else new_cache(found)
 
         store = self._stores.of(layout.kv, kv_rank)
-        caches = store.get_many([each.chunk for each in chunks], target)
-        missing = [each.chunk for each, kv in zip(chunks, caches, strict=True) if kv is None]
-        self._remember_unreadable(missing)
+        caches: list[torch.Tensor | None] = [None] * len(chunks)
+        with self._reported("load"):
+            caches = store.get_many([each.chunk for each in chunks], target, refused.add)
         filled = []
-        for each, kv in zip(chunks, caches, strict=True):
+        for i, (each, kv) in enumerate(zip(chunks, caches, strict=True)):
+            self._unreadable.note(each.chunk, kv is not None, i in refused)
             if kv is not None:
                 if not in_place:
                     layout.pages.pack(kv, each.buffer)
@@ -507,12 +510,6 @@ class LynxL2Adapter(L2AdapterInterface):
         sizes = self._stores.any.sizes(objects_of(chunks))
         pairs = zip(sizes[::2], sizes[1::2], strict=True)
         return [None if a is None or r is None else a + r for a, r in pairs]
-
-    def _remember_unreadable(self, chunks: Sequence[ChunkKey]) -> None:
-        """Let lookups say no to what is there and cannot be read: it is computed and put again."""
-        for chunk, size in zip(chunks, self._sizes(chunks) if chunks else (), strict=True):
-            if size is not None:
-                self._unreadable.add(chunk)
 
     def _stats(self) -> dict[str, TierStats]:
         """Of the tiers that answer."""
