@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from _lmcache_l2 import (
     key,
     memory_object,
 )
+from _redis_servers import wait_until
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 
@@ -30,8 +32,11 @@ from lynx_backend import metrics
 from lynx_backend.codec import Calibration
 from lynx_backend.errors import ConfigError, TierError, UnsupportedError
 from lynx_backend.integrations import lmcache_l2
+from lynx_backend.integrations.lmcache import failures
+from lynx_backend.integrations.lmcache.key_index import KeyIndex
 from lynx_backend.integrations.lmcache.page_layouts import PageLayout
 from lynx_backend.integrations.lmcache_l2 import LynxL2Adapter, LynxL2AdapterConfig
+from lynx_backend.keys import ChunkKey
 from lynx_backend.layout import KVLayout
 
 
@@ -372,6 +377,30 @@ def test_an_index_that_cannot_be_read(opened, tmp_path):
     assert len(again.adapter.list_l2_keys().entries) == 1
 
 
+def test_nobody_waits_for_an_index_that_another_process_writes(tmp_path):
+    file = tmp_path / "index"
+    index = KeyIndex(file)
+    index._db.execute("PRAGMA busy_timeout = 60000")
+    known = {key(n): (ChunkKey(b"i" * 16, bytes([n]) * 16), 10 + n) for n in range(2)}
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    writers = [
+        threading.Thread(target=index.add, args=(known,)),
+        threading.Thread(target=index.drop, args=([key(0)],)),
+    ]
+    for writer, left in zip(writers, (2, 1), strict=True):
+        writer.start()
+        wait_until(lambda left=left: len(index) == left)
+        assert len(index.chunks(known)) == left
+        index.lock(known)
+        assert writer.is_alive()
+    other.execute("COMMIT")
+    for writer in writers:
+        writer.join(60)
+    index.close()
+    assert KeyIndex(file).sizes() == {key(1): 11}, "written in the order in which it was changed"
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 
@@ -390,6 +419,25 @@ def test_a_damaged_object_is_a_miss_and_is_replaced(opened, tmp_path):
     assert client.lookup([key(0)]) == []
     assert client.store([key(0)], [memory_object(chunk())]).bytes_transferred() > 0
     assert client.load([key(0)], [memory_object(target)]) == [0]
+
+
+def test_what_could_not_be_asked_for_is_looked_up_again(opened, monkeypatch):
+    monkeypatch.setattr(failures, "_PAUSE_SECONDS", 30.0)
+    client = opened()
+    client.store([key(0)], [memory_object(chunk())])
+    nvme = client.adapter._tiers[0]._tier
+
+    def broken(*args):
+        raise TierError("no answer in time")
+
+    target = torch.zeros_like(chunk())
+    with monkeypatch.context() as patch:
+        patch.setattr(nvme, "get_many", broken)
+        for found in ([0], []):  # not for ever, either
+            assert client.load([key(0)], [memory_object(target)]) == []
+            assert client.lookup([key(0)]) == found
+    assert client.load([key(0)], [memory_object(target)]) == [0]
+    assert client.lookup([key(0)]) == [0]
 
 
 def test_a_tier_that_fails(opened, monkeypatch):
@@ -435,3 +483,31 @@ def test_close_ends_every_thread_and_descriptor(tmp_path):
     ((_, result),) = client.adapter.pop_completed_store_tasks().items()
     assert not result.is_successful()
     assert not client.adapter.report_status()["is_healthy"]
+
+
+def test_close_fails_what_waits_and_nothing_stays_pending(tmp_path, monkeypatch):
+    adapter = LynxL2Adapter(config(tmp_path))
+    running, go_on = threading.Event(), threading.Event()
+    store = adapter._store
+
+    def slow(*args):
+        running.set()
+        assert go_on.wait(60)
+        return store(*args)
+
+    monkeypatch.setattr(adapter, "_store", slow)
+    tasks = [adapter.submit_store_task([key(n)], [memory_object(chunk(n))]) for n in range(3)]
+    assert running.wait(60)
+    closing = threading.Thread(target=adapter.close)
+    closing.start()
+    done = {}
+    while len(done) < 2:  # those that wait fail at once, whatever the running one does
+        Client(adapter)._wait(adapter.get_store_event_fd())
+        done |= adapter.pop_completed_store_tasks()
+    assert sorted(done) == tasks[1:]
+    go_on.set()
+    closing.join(60)
+    tasks.append(adapter.submit_store_task([key(3)], [memory_object(chunk(3))]))
+    done |= adapter.pop_completed_store_tasks()
+    assert [done[task].is_successful() for task in tasks] == [True, False, False, False]
+    assert adapter.report_status()["pending_tasks"] == 0

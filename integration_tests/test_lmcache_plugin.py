@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,10 +17,11 @@ import pytest
 import torch
 from _redis_servers import Server, needs_redis, running, wait_until
 
-from lynx_backend.errors import UnsupportedError
+from lynx_backend.errors import TierError, UnsupportedError
 
 from _lmcache import CHUNK, PLUGIN, assert_same, cache, engine, q_full  # isort: skip
 from lynx_backend.integrations import lmcache_plugin  # isort: skip
+from lynx_backend.integrations.lmcache import failures  # isort: skip
 
 TOKENS = list(range(5, 5 + 3 * CHUNK + 40))  # three chunks, and a rest that is not stored
 FULL = 3 * CHUNK
@@ -314,6 +316,51 @@ def test_redis_killed_between_lookup_and_load(tmp_path):
             # What was lost with the server is computed and stored again, once it is asked for.
             wait_until(lambda: one.store(TOKENS, kv) or one.lookup(TOKENS) == FULL, 30)
             assert_same(one.request(TOKENS), q_full(kv, FULL))
+
+
+@needs_redis
+def test_redis_stalls_between_lookup_and_load_and_loses_nothing(tmp_path):
+    """Whole chunks that could not be asked for are found once the server answers, unwritten."""
+    kv = cache(len(TOKENS))
+    with running(Server(tmp_path / "redis")) as server:
+        redis = {"url": server.url, "timeout_seconds": 0.3, "retries": 0}
+        with engine(tmp_path, {"memory": {"enabled": False}, "redis": redis}) as one:
+            one.store(TOKENS, kv)
+            retrieve = one.lmcache.retrieve
+
+            def stalled(*args: Any, **kwargs: Any) -> Any:
+                server.signal(signal.SIGSTOP)
+                try:
+                    return retrieve(*args, **kwargs)
+                finally:
+                    server.signal(signal.SIGCONT)
+
+            one.lmcache.retrieve = stalled
+            assert one.request(TOKENS).isnan().all()
+            one.lmcache.retrieve = retrieve
+            wait_until(lambda: one.lookup(TOKENS) == FULL, 30)
+            assert_same(one.request(TOKENS), q_full(kv, FULL))
+
+
+def test_what_a_disk_has_and_cannot_give_is_not_promised_for_ever(tmp_path, monkeypatch):
+    """A bad sector: the file is there, and reading it fails. Storing it again heals it."""
+    monkeypatch.setattr(failures, "_PAUSE_SECONDS", 30.0)
+    kv = cache(len(TOKENS))
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+        (tier,) = one.lynx._store.tiers
+        with monkeypatch.context() as patch:
+
+            def bad(name: Any) -> None:
+                raise TierError("Input/output error")
+
+            patch.setattr(tier._tier, "get", bad)
+            assert one.request(TOKENS).isnan().all()
+            assert one.lookup(TOKENS) == FULL, "it may have been for a moment"
+            assert one.request(TOKENS).isnan().all()
+            assert one.lookup(TOKENS) == 0
+        one.store(TOKENS, kv)
+        assert_same(one.request(TOKENS), q_full(kv, FULL))
 
 
 def test_no_room_in_lmcaches_memory_is_a_miss(tmp_path, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,6 +203,22 @@ class TestOneServer:
         tier.sizes([anchor(i) for i in range(1000)])
         reads = _stat(server, "total_reads_processed") - before
         assert reads < 20  # a batch is 120 kB, and the server reads in pieces
+
+    def test_reads_that_wait_when_it_is_closed_fail_as_any_other_call(self, server: Server) -> None:
+        tier = RedisTier(RedisConfig(url=server.url, connections=1))
+        names = [anchor(i) for i in range(16)]
+        tier.sizes(names)
+        server.signal(signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor(1) as other:
+                found = other.submit(tier.get_many, names)
+                wait_until(lambda: tier._workers._work_queue.qsize() == 3)
+                tier.close()
+                server.signal(signal.SIGCONT)
+                with pytest.raises(TierError, match="closed"):
+                    found.result()
+        finally:
+            server.signal(signal.SIGCONT)
 
     def test_lifetimes(self, server: Server) -> None:
         """Reading is a use, and without ttl_seconds nothing goes."""

@@ -9,8 +9,9 @@ never the request.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from .errors import (
 )
 from .keys import ChunkKey, ObjectName, Part
 from .layout import KVLayout
-from .tier_access import Found, TierAccess
+from .tier_access import Found, TierAccess, Trouble
 from .tiers import GuardedTier, MemoryTier, NvmeTier, Tier
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Chunks that are read from a device at a time, while the ones before them are decoded.
 _CHUNKS_AT_A_TIME = 8
+#: Most time in which :meth:`ChunkStore.close` still writes, unless it is told otherwise.
+CLOSE_SECONDS = 10.0
 
 #: The objects of one chunk in the order in which they are written: residual, anchor.
 EncodedChunk = Sequence[tuple[ObjectName, memoryview]]
@@ -174,7 +177,10 @@ class ChunkStore:
         return self.get_many([key], target)[0]
 
     def get_many(
-        self, keys: Sequence[ChunkKey], target: Callable[[int, KVLayout], torch.Tensor | None]
+        self,
+        keys: Sequence[ChunkKey],
+        target: Callable[[int, KVLayout], torch.Tensor | None],
+        refused: Callable[[int], object] = lambda _: None,
     ) -> list[torch.Tensor | None]:
         """:meth:`get` for several chunks, by few round trips to each tier that is asked.
 
@@ -184,18 +190,30 @@ class ChunkStore:
             target: called as ``target(i, layout)`` when ``keys[i]`` was found, for the tensor to
                 write it to; None is a miss. Called again when that copy proves damaged and another
                 tier has one.
+            refused: called as ``refused(i)`` when ``keys[i]`` is a miss and will be one until it is
+                put again, although :meth:`lookup` finds it: every tier answered, and what there is
+                was made by another codec, or is damaged and cannot be removed.
 
         Raises:
             InvalidInputError: a target does not have the shape and dtype of its chunk.
         """
         done: list[torch.Tensor | None] = [None] * len(keys)
+        trouble = Trouble()
         for access in self._readable:
             missing = [i for i, kv in enumerate(done) if kv is None]
             if not missing:
                 break
-            pairs = self._pairs(access, [keys[i] for i in missing])
+            pairs = self._pairs(access, [keys[i] for i in missing], trouble)
             for i, (anchor, residual) in zip(missing, pairs, strict=True):
-                done[i] = self._assemble(keys[i], access, anchor, residual, partial(target, i))
+                to = partial(target, i)
+                done[i] = self._assemble(keys[i], access, anchor, residual, to, trouble)
+        if trouble.refused:
+            useless = trouble.refused - trouble.failed
+            missing = [i for i, kv in enumerate(done) if kv is None and keys[i] in useless]
+            there = self.lookup([keys[i] for i in missing])
+            for i, presence in zip(missing, there, strict=True):
+                if presence is Presence.FULL:
+                    refused(i)
         return done
 
     def lookup(self, keys: Sequence[ChunkKey], here: bool = False) -> list[Presence]:
@@ -224,7 +242,7 @@ class ChunkStore:
             here: from this node's tiers alone.
         """
         for access in self._accesses if here else self._readable:
-            (found,) = access.get([name])
+            (found,) = access.get([name], Trouble())
             if found is not None and access.accept(found):
                 self._promote([(access, found)])
                 return found.data
@@ -274,36 +292,48 @@ class ChunkStore:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what :meth:`put` left for later is written; whether it is."""
-        done = [access.flush(timeout) for access in self._accesses]
-        return all(done)
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(
+            access.flush(None if end is None else max(0.0, end - time.monotonic()))
+            for access in self._accesses
+        )
 
-    def close(self) -> None:
-        """Write what waits, for some seconds at most, and close all tiers."""
-        self._readers.shutdown()
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Write what waits and close all tiers. What is read meanwhile is a miss.
+
+        Args:
+            timeout: most seconds to write in, of all tiers together; they write at the same time.
+        """
+        end = time.monotonic() + timeout
+        self._readers.shutdown(wait=False, cancel_futures=True)
         for access in self._readable:
-            access.close()
+            access.close(max(0.0, end - time.monotonic()))
 
     # -- details -----------------------------------------------------------------------------------
 
     def _pairs(
-        self, access: TierAccess, keys: Sequence[ChunkKey]
+        self, access: TierAccess, keys: Sequence[ChunkKey], trouble: Trouble
     ) -> Iterator[tuple[Found | None, Found | None]]:
         """The anchor and the residual that a tier has of each chunk, read ahead of the caller."""
         step = max(1, len(keys)) if access.tier.in_memory else _CHUNKS_AT_A_TIME
         groups = [objects_of(keys[i : i + step]) for i in range(0, len(keys), step)]
         ahead: Future[list[Found | None]] | None = None
         for i, names in enumerate(groups):
-            found = access.get(names) if ahead is None else ahead.result()
-            ahead = self._start(access, groups[i + 1]) if i + 1 < len(groups) else None
+            try:
+                found = access.get(names, trouble) if ahead is None else ahead.result()
+            except CancelledError:  # closed before its turn came, as the tier will say
+                found = access.get(names, trouble)
+            ahead = self._start(access, groups[i + 1], trouble) if i + 1 < len(groups) else None
             yield from zip(found[:: len(Part)], found[1 :: len(Part)], strict=True)
 
-    def _start(self, access: TierAccess, names: Sequence[ObjectName]) -> Future[list[Found | None]]:
+    def _start(
+        self, access: TierAccess, names: Sequence[ObjectName], trouble: Trouble
+    ) -> Future[list[Found | None]] | None:
+        """Read ahead; None when this has been closed."""
         try:
-            return self._readers.submit(access.get, names)
-        except RuntimeError:  # closed in between, as the tier will say
-            done: Future[list[Found | None]] = Future()
-            done.set_result(access.get(names))
-            return done
+            return self._readers.submit(access.get, names, trouble)
+        except RuntimeError:
+            return None
 
     @staticmethod
     def _write(access: TierAccess, objects: EncodedChunk, wait_seconds: float) -> bool:
@@ -318,14 +348,15 @@ class ChunkStore:
         anchor: Found | None,
         residual: Found | None,
         target: Callable[[KVLayout], torch.Tensor | None],
+        trouble: Trouble,
     ) -> torch.Tensor | None:
         """Q_full from what one tier has of a chunk, completed from the others; else None."""
         if anchor is None:
             if residual is not None:
                 access.accept(residual)
             return None
-        parts = [(access, anchor), self._residual_for(anchor, residual, access)]
-        kv = self._decode(key, parts, target)
+        parts = [(access, anchor), self._residual_for(anchor, residual, access, trouble)]
+        kv = self._decode(key, parts, target, trouble)
         if kv is not None:
             self._promote(parts)
         return kv
@@ -347,7 +378,7 @@ class ChunkStore:
         return header
 
     def _residual_for(
-        self, anchor: Found, residual: Found | None, access: TierAccess
+        self, anchor: Found, residual: Found | None, access: TierAccess, trouble: Trouble
     ) -> tuple[TierAccess, Found | None]:
         """The residual found beside an anchor, or, as it may be evicted there, in another tier."""
         name = anchor.name.key.object(Part.RESIDUAL)
@@ -357,9 +388,10 @@ class ChunkStore:
                 return access, residual
             except FormatMismatchError as e:  # two writers of one key met: neither half is of use
                 access.discard(objects_of([name.key]), e)
+                trouble.refused.add(name.key)
                 return access, None
         for other in self._readable:
-            (found,) = other.get([name]) if other is not access else [None]
+            (found,) = other.get([name], trouble) if other is not access else [None]
             if found is None:
                 continue
             try:
@@ -367,6 +399,7 @@ class ChunkStore:
                 return other, found
             except FormatMismatchError:
                 other.accept(found)  # of use there
+                trouble.refused.add(name.key)
         return access, None
 
     def _decode(
@@ -374,6 +407,7 @@ class ChunkStore:
         key: ChunkKey,
         parts: list[tuple[TierAccess, Found | None]],
         target: Callable[[KVLayout], torch.Tensor | None],
+        trouble: Trouble,
     ) -> torch.Tensor | None:
         """Q_full from an anchor and its residual; None, and each of them accounted for, if not."""
         found = [(access, each) for access, each in parts if each is not None]
@@ -389,6 +423,7 @@ class ChunkStore:
             checked = True
             return kv
         except (CorruptObjectError, FormatMismatchError):
+            trouble.refused.add(key)
             return None
         finally:
             # Decoding reads every byte; only when it did not come to that they are read once more.

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import metrics, wire
 from .errors import CorruptObjectError, FormatMismatchError, TierError
-from .keys import ObjectName
+from .keys import ChunkKey, ObjectName
 from .logs import warn_limited
 from .tiers import Tier
 from .tiers.write_behind import WriteBehind
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 Check = Callable[[ObjectName, wire.Buffer], wire.Header]
 
 _MEASURE_SECONDS = 1.0
-_CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,19 @@ class Found:
     data: memoryview
     header: wire.Header
     seconds: float
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What went wrong while chunks were read.
+
+    Attributes:
+        failed: chunks that a tier could not be asked for.
+        refused: chunks of which an object was found that is of no use.
+    """
+
+    failed: set[ChunkKey] = field(default_factory=set)
+    refused: set[ChunkKey] = field(default_factory=set)
 
 
 class TierAccess:
@@ -99,21 +111,26 @@ class TierAccess:
 
     # -- out ---------------------------------------------------------------------------------------
 
-    def get(self, names: Sequence[ObjectName]) -> list[Found | None]:
-        """Objects whose header is in order; each is to be given to :meth:`accept`."""
+    def get(self, names: Sequence[ObjectName], trouble: Trouble) -> list[Found | None]:
+        """Objects whose header is in order; each is to be given to :meth:`accept`.
+
+        Args:
+            trouble: told why others are None, unless they are just not there.
+        """
         start = time.perf_counter()
         try:
             datas = self.tier.get_many(names)
         except TierError as e:
             self._failed("get", e)
             datas = None
+            trouble.failed.update(name.key for name in names)
         seconds = time.perf_counter() - start
         if datas is None:
             for name in names:
                 self._record(name, "get", "error", seconds)
             return [None] * len(names)
         pairs = zip(names, datas, strict=True)
-        return [self._found(name, data, seconds) for name, data in pairs]
+        return [self._found(name, data, seconds, trouble) for name, data in pairs]
 
     def accept(self, found: Found, checked: bool = False) -> bool:
         """Whether every byte of an object is as it was written; counted, and removed if not.
@@ -156,9 +173,9 @@ class TierAccess:
         """Wait until the queue is empty; whether it is."""
         return self._queue is None or self._queue.flush(timeout)
 
-    def close(self) -> None:
-        """Write what waits, for some seconds at most, and close the tier."""
-        if self._queue is not None and (left := self._queue.close(_CLOSE_SECONDS)):
+    def close(self, timeout: float) -> None:
+        """Write what waits, for so many seconds at most, and close the tier."""
+        if self._queue is not None and (left := self._queue.close(timeout)):
             logger.warning("tier %s closed with %d chunks not written", self.name, left)
         self.tier.close()
 
@@ -176,7 +193,9 @@ class TierAccess:
         metrics.BYTES.labels(name.part.label, self.name, "in").inc(len(data))
         return True
 
-    def _found(self, name: ObjectName, data: memoryview | None, seconds: float) -> Found | None:
+    def _found(
+        self, name: ObjectName, data: memoryview | None, seconds: float, trouble: Trouble
+    ) -> Found | None:
         if data is None:
             self._record(name, "get", "miss", seconds)
             return None
@@ -184,6 +203,7 @@ class TierAccess:
             return Found(name, data, self._check_header(name, data), seconds)
         except (CorruptObjectError, FormatMismatchError) as e:
             self._refuse(name, e, seconds)
+            trouble.refused.add(name.key)
             return None
 
     def _refuse(self, name: ObjectName, why: Exception, seconds: float) -> None:

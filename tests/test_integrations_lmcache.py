@@ -14,8 +14,10 @@ import torch
 
 from lynx_backend.codec import Calibration
 from lynx_backend.errors import ConfigError, InvalidInputError, UnsupportedError
-from lynx_backend.integrations.lmcache import versions
+from lynx_backend.integrations.lmcache import failures, versions
+from lynx_backend.integrations.lmcache.failures import Unreadable
 from lynx_backend.integrations.lmcache.keys import chunk_key, layout_of, salt
+from lynx_backend.integrations.lmcache.rank_stores import RankStores
 from lynx_backend.integrations.lmcache.settings import Settings, open_store, rank_calibration
 from lynx_backend.keys import CacheIdentity
 from lynx_backend.layout import KVLayout
@@ -206,3 +208,75 @@ def test_codec_threads_are_the_cores_whatever_the_engine_made_of_torchs(monkeypa
         store = open_store(config, layout(), local_ranks=ranks)
         assert store.codec.threads == threads
         store.close()
+
+
+def test_every_rank_of_a_server_encodes_on_as_many_threads_as_was_said(tmp_path):
+    path = tmp_path / "c.npz"
+    calibration().save(path)
+    codec = {"calibration": str(path), "threads": 7}
+    stores = RankStores(Settings.load({"memory": {"max_bytes": 1 << 20}, "codec": codec}))
+    ranks = [stores.of(layout(heads=2), 2 << 24 | rank << 16) for rank in range(2)]
+    assert [each.codec.threads for each in (stores, *ranks)] == [7, 7, 7]
+    assert ranks[0].codec.calibration.fingerprint == calibration().fingerprint
+    stores.close()
+
+
+# -- what cannot be read ---------------------------------------------------------------------------
+
+CHUNK = chunk_key(IDENTITY, 1)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_refused_chunk_is_unreadable_until_it_is_put_again():
+    clock = Clock()
+    unreadable = Unreadable(clock)
+    unreadable.note(CHUNK, found=False, refused=True)
+    unreadable.note(CHUNK, found=False, refused=False)
+    clock.now += 1e6
+    assert CHUNK in unreadable
+    assert chunk_key(IDENTITY, 2) not in unreadable
+    unreadable.discard(CHUNK)
+    assert CHUNK not in unreadable
+
+
+def test_a_chunk_that_could_not_be_asked_for_is_looked_up_again_but_not_for_ever():
+    clock = Clock()
+    unreadable = Unreadable(clock)
+
+    def looked_up_and_not_loaded(seconds: float) -> int:
+        """How often within so many seconds, by someone who tries every 0.1 s."""
+        tried = 0
+        for _ in range(round(10 * seconds)):
+            if CHUNK not in unreadable:
+                unreadable.note(CHUNK, found=False, refused=False)
+                tried += 1
+            clock.now += 0.1
+        return tried
+
+    unreadable.note(CHUNK, found=False, refused=False)
+    assert CHUNK not in unreadable, "the tier may be well again"
+    assert looked_up_and_not_loaded(1.0) == 1
+    assert looked_up_and_not_loaded(60.0) < 8
+    assert 10 < looked_up_and_not_loaded(600.0) < 25, "tried again all the while"
+    clock.now += 31.0
+    unreadable.note(CHUNK, found=True, refused=False)
+    unreadable.note(CHUNK, found=False, refused=False)
+    assert CHUNK not in unreadable, "it had been read in between"
+    clock.now += 3600.0
+    unreadable.note(CHUNK, found=False, refused=False)
+    assert CHUNK not in unreadable, "that was long ago"
+
+
+def test_a_bounded_number_of_chunks_is_remembered(monkeypatch):
+    monkeypatch.setattr(failures, "_REMEMBERED", 2)
+    unreadable = Unreadable()
+    chunks = [chunk_key(IDENTITY, i) for i in range(3)]
+    for chunk in chunks:
+        unreadable.note(chunk, found=False, refused=True)
+    assert [chunk in unreadable for chunk in chunks] == [False, True, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from lynx_backend.codec import Calibration
 from lynx_backend.config import LynxConfig
 from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.layout import KVLayout
-from lynx_backend.store import ChunkStore, Presence, StoredObjects
+from lynx_backend.store import ChunkStore, Presence, StoredObjects, new_cache
 from lynx_backend.tiers import MemoryTier, NvmeTier, Tier
 
 KEYS = [ChunkKey(b"i" * 16, bytes([n]) * 16) for n in range(4)]
@@ -190,6 +191,7 @@ class Device(MemoryTier):
     def __init__(self) -> None:
         super().__init__(1 << 20)
         self.asked: list[int] = []
+        self.written = 0
         self.asked_again = threading.Event()
 
     def get_many(self, names: list[ObjectName]) -> list[memoryview | None]:
@@ -197,6 +199,10 @@ class Device(MemoryTier):
         if len(self.asked) > 1:
             self.asked_again.set()
         return super().get_many(names)
+
+    def put(self, name: ObjectName, data: bytes) -> None:
+        super().put(name, data)
+        self.written += 1
 
 
 def test_the_next_chunks_are_read_while_some_are_decoded():
@@ -223,6 +229,25 @@ def test_the_next_chunks_are_read_while_some_are_decoded():
 
     # What was read before is decoded, the rest are misses.
     assert [kv is not None for kv in store.get_many(keys, closing)[16:]] == [False] * 4
+
+
+def test_closing_does_not_wait_for_reads_and_what_is_cancelled_is_a_miss():
+    tier = Device()
+    store = ChunkStore(Codec(), [tier])
+    keys = [ChunkKey(b"i" * 16, bytes([n]) * 16) for n in range(20)]
+    for i, key in enumerate(keys):
+        store.put(key, cache(i))
+    closed = threading.Event()
+    stuck = [store._readers.submit(closed.wait, 20) for _ in range(4)]
+
+    def target(i: int, layout: KVLayout) -> torch.Tensor:
+        store.close()
+        closed.set()
+        return torch.empty(layout.shape, dtype=torch.bfloat16)
+
+    assert [kv is not None for kv in store.get_many(keys, target)] == [True] * 8 + [False] * 12
+    assert [each.result() for each in stuck] == [True] * 4
+    store.close()
 
 
 def test_a_cache_may_change_once_it_is_encoded(store: ChunkStore):
@@ -282,6 +307,52 @@ def test_a_failing_tier_costs_nothing_but_itself(caplog: pytest.LogCaptureFixtur
     broken.broken = False
     assert alone.put(KEYS[0], cache())
     assert torch.equal(alone.get(KEYS[0]), q_full(cache()))
+
+
+class ReadOnlyTier(MemoryTier):
+    """A disk that was mounted read-only once it had errors."""
+
+    name = "read-only"
+    read_only = True
+
+    def delete(self, names: list[ObjectName]) -> None:
+        if self.read_only:
+            raise TierError("read-only; look for disk errors")
+        super().delete(names)
+
+
+def test_refused_is_what_is_found_again_and_again_and_never_read():
+    """Not what is gone by then, and not what might be read by asking once more."""
+    first, second = ReadOnlyTier(1 << 20), BrokenTier(1 << 20)
+    second.broken = first.read_only = False
+    store = ChunkStore(Codec(), [first, second])
+
+    def refused() -> list[int]:
+        told: list[int] = []
+        store.get_many(KEYS, lambda _, layout: new_cache(layout), told.append)
+        return told
+
+    assert refused() == [], "nothing is there"
+    theirs = ChunkStore(Codec(CodecSpec("paper")), [first])
+    for key in KEYS[:2]:
+        theirs.put(key, cache())
+    ChunkStore(Codec(), [second]).put(KEYS[1], cache())
+    assert refused() == [0], "another codec's; of the other chunk there is also one of ours"
+    second.broken = True
+    assert refused() == [], "the tier that fails may have one of ours"
+    second.broken = False
+
+    for part in Part:
+        first.put(KEYS[2].object(part), b"damaged")
+    first.read_only = True
+    assert refused() == [0, 2]
+    first.read_only = False
+    assert refused() == [0], "what is damaged was removed"
+
+    for part, tier in ((Part.ANCHOR, first), (Part.RESIDUAL, second)):
+        objects = store.codec.encode(cache(part), KEYS[3].digest)
+        tier.put(KEYS[3].object(part), objects[part].numpy().data)
+    assert refused() == [0, 3], "halves of two encodings"
 
 
 def test_a_chunk_that_fits_nowhere_is_not_stored():
@@ -422,6 +493,21 @@ class TestWriteBehind:
         waiting.join(20)
         assert store.flush(20)
         assert slow.sizes([KEYS[2].object(Part.ANCHOR)]) != [None]
+
+    def test_closing_gives_all_tiers_together_so_much_time(self):
+        tiers = [HeldTier(1 << 20) for _ in range(3)]
+        for i, tier in enumerate(tiers):
+            tier.name = f"slow{i}"
+        tiers.append(Device())
+        store = ChunkStore(Codec(), tiers, 1 << 20)
+        store.put(KEYS[0], cache())
+        start = time.monotonic()
+        assert not store.flush(0.5)
+        store.close(0.5)
+        assert time.monotonic() - start < 2.5, "one wait for all of them, and not one each"
+        assert tiers[-1].written == 2, "those that can, have written meanwhile"
+        for tier in tiers[:3]:
+            tier.let_through.set()
 
     def test_what_is_removed_does_not_come_back(self, store: ChunkStore, slow: HeldTier):
         for key in KEYS[:2]:

@@ -9,7 +9,12 @@ from itertools import pairwise
 
 import pytest
 
-from lynx_backend.errors import TierError, TierFullError, TierUnavailableError
+from lynx_backend.errors import (
+    InvalidInputError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+)
 from lynx_backend.testing import BoundedTierConformance
 from lynx_backend.testing.tiers import anchor
 from lynx_backend.tiers import GuardedTier, MemoryTier
@@ -112,6 +117,33 @@ def refused_now(breaker: Breaker) -> bool:
     """Whether a call would be refused now; makes none."""
     assert breaker._open_until is not None
     return breaker._clock() < breaker._open_until
+
+
+def test_what_no_tier_should_raise_is_a_failure_too(clock, caplog):
+    """Such as the bug of a client library; not what is wrong with what a caller hands over."""
+    breaker = Breaker("reading from a test of the unexpected", lambda _: None, clock)
+
+    def unexpected() -> None:
+        with pytest.raises(KeyError), breaker.call((TierFullError,)):
+            raise KeyError("shard")
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(FAILURES):
+            unexpected()
+    assert refused(breaker)
+    clock.now += 1.0
+    unexpected()
+    assert refused(breaker), "the call that tries must not close it"
+    assert "KeyError('shard')" in caplog.text
+    clock.now += 2.0
+    with breaker.call():
+        pass
+    assert not breaker.is_open
+    tier = GuardedTier(MemoryTier(1000))
+    for _ in range(FAILURES):
+        with pytest.raises(InvalidInputError):
+            tier.put(anchor(0), b"")
+    tier.put(anchor(0), b"x")
 
 
 def test_what_is_ignored_counts_as_an_answer(breaker, clock):

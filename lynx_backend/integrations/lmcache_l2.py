@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -362,18 +362,21 @@ class LynxL2Adapter(L2AdapterInterface):
     def _read(self, layout: ChunkLayout, kv_rank: int, chunks: list[_Wanted]) -> list[int]:
         """Fill the buffers of one rank's chunks; the task's indices of those that were."""
         in_place = layout.pages.is_view
+        refused: set[int] = set()
 
         def target(i: int, found: KVLayout) -> torch.Tensor | None:
             if found != layout.kv:
+                refused.add(i)
                 return None
             return layout.unpack(chunks[i].buffer) if in_place else new_cache(found)
 
         store = self._stores.of(layout.kv, kv_rank)
-        caches = store.get_many([each.chunk for each in chunks], target)
-        missing = [each.chunk for each, kv in zip(chunks, caches, strict=True) if kv is None]
-        self._remember_unreadable(missing)
+        caches: list[torch.Tensor | None] = [None] * len(chunks)
+        with self._reported("load"):
+            caches = store.get_many([each.chunk for each in chunks], target, refused.add)
         filled = []
-        for each, kv in zip(chunks, caches, strict=True):
+        for i, (each, kv) in enumerate(zip(chunks, caches, strict=True)):
+            self._unreadable.note(each.chunk, kv is not None, i in refused)
             if kv is not None:
                 if not in_place:
                     layout.pages.pack(kv, each.buffer)
@@ -456,7 +459,7 @@ class LynxL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Finish running tasks, drop waiting ones, and end all threads, tiers and descriptors."""
+        """Finish running tasks, fail waiting ones, and end all threads, tiers and descriptors."""
         with self._lock:
             if self._closed:
                 return
@@ -479,20 +482,27 @@ class LynxL2Adapter(L2AdapterInterface):
             self._next_task += 1
             self._pending += 1
 
+        def finish(result: T) -> None:
+            with self._lock:
+                self._pending -= 1
+            tasks.finish(task, result)
+
         def job() -> None:
             result, before = failed, self._reports[op]
             with self._reported(op):
                 result = run(*args)
             if self._reports[op] == before:
                 self._failing.pop(op, None)
-            with self._lock:
-                self._pending -= 1
-            tasks.finish(task, result)
+            finish(result)
+
+        def done(future: Future[None]) -> None:
+            if future.cancelled():  # close() has dropped it
+                finish(failed)
 
         try:
-            self._threads[op].submit(job)
+            self._threads[op].submit(job).add_done_callback(done)
         except RuntimeError:  # closed
-            tasks.finish(task, failed)
+            finish(failed)
         return task
 
     def _compile(self) -> None:
@@ -517,12 +527,6 @@ class LynxL2Adapter(L2AdapterInterface):
         sizes = self._stores.any.sizes(objects_of(chunks))
         pairs = zip(sizes[::2], sizes[1::2], strict=True)
         return [None if a is None or r is None else a + r for a, r in pairs]
-
-    def _remember_unreadable(self, chunks: Sequence[ChunkKey]) -> None:
-        """Let lookups say no to what is there and cannot be read: it is computed and put again."""
-        for chunk, size in zip(chunks, self._sizes(chunks) if chunks else (), strict=True):
-            if size is not None:
-                self._unreadable.add(chunk)
 
     def _stats(self) -> dict[str, TierStats]:
         """Of the tiers that answer."""

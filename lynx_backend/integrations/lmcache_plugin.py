@@ -225,26 +225,28 @@ class LynxBackend(StoragePluginInterface):
     def _read(self, keys: list[ChunkKey]) -> list[MemoryObj | None]:
         objects: dict[int, MemoryObj] = {}
         deadline = time.monotonic() + _ALLOCATE_SECONDS
-        no_memory = False
+        no_memory: set[int] = set()
+        refused: set[int] = set()
 
         def target(i: int, layout: KVLayout) -> torch.Tensor | None:
-            nonlocal no_memory
             if layout != self._layout.with_tokens(min(layout.tokens, self._layout.tokens)):
+                refused.add(i)
                 return None
             if i not in objects and (made := self._allocate(layout, deadline)) is not None:
                 objects[i] = made
-            no_memory |= i not in objects
-            return self._view(objects[i], layout) if i in objects else None
+            if i not in objects:
+                no_memory.add(i)
+                return None
+            return self._view(objects[i], layout)
 
         found: list[torch.Tensor | None] = [None] * len(keys)
         with self._reported("get"):
-            found = self._store.get_many(keys, target)
+            found = self._store.get_many(keys, target, refused.add)
         for i, key in enumerate(keys):
-            if found[i] is None:
-                if i in objects:
-                    objects.pop(i).ref_count_down()
-                if not no_memory:
-                    self._unreadable.add(key)
+            if found[i] is None and i in objects:
+                objects.pop(i).ref_count_down()
+            if i not in no_memory:
+                self._unreadable.note(key, found[i] is not None, i in refused)
         return [objects.get(i) for i in range(len(keys))]
 
     def _allocate(self, layout: KVLayout, deadline: float) -> MemoryObj | None:

@@ -13,7 +13,7 @@ from .. import metrics
 from ..errors import TierError, TierFullError, TierUnavailableError
 from ..keys import ObjectName
 from ..logs import warn_limited
-from .base import Buffer, Tier, TierStats
+from .base import Buffer, Tier, TierStats, flat
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +60,16 @@ class Breaker:
 
     @contextmanager
     def call(self, ignored: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Around a call. A TierError counts as a failure unless it is one of the ``ignored``.
+        """Around a call. What it raises counts as a failure unless it is one of the ``ignored``.
 
         Raises:
             TierUnavailableError: the breaker is open; the call was not made.
         """
         start = self._enter()
-        failure: TierError | None = None
+        failure: BaseException | None = None
         try:
             yield
-        except TierError as e:
+        except BaseException as e:  # also one that no tier should raise: it was no answer
             failure = None if isinstance(e, ignored) else e
             raise
         finally:
@@ -87,7 +87,7 @@ class Breaker:
                 self._trying = True
             return now
 
-    def _leave(self, start: float, failure: TierError | None) -> None:
+    def _leave(self, start: float, failure: BaseException | None) -> None:
         with self._lock:
             now = self._clock()
             was_open = self.is_open
@@ -107,7 +107,8 @@ class Breaker:
                     self._trying = False
             is_open = self.is_open
         if is_open and not was_open:
-            warn_limited(logger, f"{self._what}-open", "%s is paused: %s", self._what, failure)
+            why = failure if isinstance(failure, TierError) else repr(failure)
+            warn_limited(logger, f"{self._what}-open", "%s is paused: %s", self._what, why)
         elif was_open and not is_open:
             warn_limited(logger, f"{self._what}-closed", "%s works again", self._what)
         if is_open != was_open:
@@ -144,8 +145,9 @@ class GuardedTier(Tier):
         return tuple(what for what, breaker in breakers.items() if breaker.is_open)
 
     def put(self, name: ObjectName, data: Buffer) -> None:
+        view = flat(data)  # what is wrong with the input says nothing about the tier
         with self._call(self._writing, self._ignored):
-            self._tier.put(name, data)
+            self._tier.put(name, view)
 
     def get(self, name: ObjectName) -> memoryview | None:
         with self._call(self._reading):

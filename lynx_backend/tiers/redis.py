@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -156,9 +156,11 @@ class RedisTier(Tier):
         """Results of one call for each batch, made at the same time."""
         try:
             futures = [self._workers.submit(call, batch) for batch in batches]
-        except RuntimeError:
+            return [future.result() for future in futures]
+        except (RuntimeError, CancelledError):
+            if not self._closed:
+                raise
             raise self._closed_error() from None
-        return [future.result() for future in futures]
 
     def _scan(self) -> Iterator[ObjectName]:
         with self._calling("list objects") as client:

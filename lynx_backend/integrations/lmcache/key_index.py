@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +25,8 @@ _TABLE = (
     "CREATE TABLE IF NOT EXISTS chunks (key TEXT PRIMARY KEY, model TEXT, hash BLOB, rank INTEGER, "
     "grp INTEGER, salt TEXT, chunk TEXT, size INTEGER) WITHOUT ROWID"
 )
+_INSERT = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_DELETE = "DELETE FROM chunks WHERE key = ?"
 
 
 def cursor_of(key: ObjectKey) -> str:
@@ -51,6 +53,10 @@ class KeyIndex:
         self._lock = threading.Lock()
         self._stored: dict[ObjectKey, tuple[ChunkKey, int]] = {}
         self._locks: Counter[ObjectKey] = Counter()
+        # Another process may keep the file for a while, which no lookup is to wait for: changes are
+        # noted under the lock above, and written, in that order, under one of their own.
+        self._unwritten: deque[tuple[str, Sequence[tuple[object, ...]]]] = deque()
+        self._writing = threading.Lock()
         self._db: sqlite3.Connection | None = None
         if path is not None:
             try:
@@ -100,14 +106,21 @@ class KeyIndex:
                  k.cache_salt, str(chunk), size)
                 for k, (chunk, size) in new.items()
             ]  # fmt: skip
-            self._write("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            if rows:
+                self._unwritten.append((_INSERT, rows))
+        if rows:
+            self._write()
         return {key: size for key, (_, size) in new.items()}
 
     def drop(self, keys: Iterable[ObjectKey]) -> dict[ObjectKey, int]:
         """Forget keys; the sizes of those that were known."""
         with self._lock:
             gone = {key: self._stored.pop(key)[1] for key in keys if key in self._stored}
-            self._write("DELETE FROM chunks WHERE key = ?", [(cursor_of(k),) for k in gone])
+            rows = [(cursor_of(k),) for k in gone]
+            if rows:
+                self._unwritten.append((_DELETE, rows))
+        if rows:
+            self._write()
         return gone
 
     def sizes(self) -> dict[ObjectKey, int]:
@@ -150,18 +163,24 @@ class KeyIndex:
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
+        with self._writing:
             if self._db is not None:
                 self._db.close()
                 self._db = None
 
-    def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
-        if self._db is None or not rows:
-            return
-        try:
-            with self._db:
-                self._db.execute("BEGIN")
-                self._db.executemany(statement, rows)
-        except sqlite3.Error as e:
-            metrics.ERRORS.labels("IndexError").inc()
-            warn_limited(logger, "key-index", "the index of stored keys cannot be written: %s", e)
+    def _write(self) -> None:
+        """Bring the file up to date; what this thread changed is in it when this returns."""
+        with self._writing:
+            while self._unwritten:
+                statement, rows = self._unwritten.popleft()
+                if self._db is None:
+                    continue
+                try:
+                    with self._db:
+                        self._db.execute("BEGIN")
+                        self._db.executemany(statement, rows)
+                except sqlite3.Error as e:
+                    metrics.ERRORS.labels("IndexError").inc()
+                    warn_limited(
+                        logger, "key-index", "the index of stored keys cannot be written: %s", e
+                    )

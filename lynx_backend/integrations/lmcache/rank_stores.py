@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from ...codec import Codec
 from ...keys import CacheIdentity, ChunkKey
 from ...layout import KVLayout
-from ...store import ChunkStore, codec_from_config, peers_from_config, tiers_from_config
+from ...store import (
+    CLOSE_SECONDS,
+    ChunkStore,
+    codec_from_config,
+    peers_from_config,
+    tiers_from_config,
+)
 from .chunk_layouts import ChunkLayout
 from .keys import chunk_key, salt
 from .settings import Settings, rank_calibration
-
-_CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class RankStores:
                 tables = rank_calibration(
                     self.codec.calibration, layout, rank.world_size, rank.rank
                 )
-                codec = Codec(self.codec.spec, calibration=tables)
+                codec = Codec(self.codec.spec, threads=self.codec.threads, calibration=tables)
                 self._stores[layout, rank] = self._open(codec)
             return self._stores[layout, rank]
 
@@ -92,10 +97,11 @@ class RankStores:
     def close(self) -> None:
         """Write what waits, for some seconds at most, and close tiers and peers."""
         stores = [self.any, *self._stores.values()]
+        end = time.monotonic() + CLOSE_SECONDS
+        for store in stores:  # all of them before the first closes the tiers that they share
+            store.flush(max(0.0, end - time.monotonic()))
         for store in stores:
-            store.flush(_CLOSE_SECONDS)
-        for store in stores:
-            store.close()
+            store.close(max(0.0, end - time.monotonic()))
 
     def _open(self, codec: Codec) -> ChunkStore:
         return ChunkStore(codec, self._tiers, self._queue_bytes, self._peers)
