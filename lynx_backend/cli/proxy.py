@@ -50,7 +50,8 @@ def proxy(
     """Answer OpenAI requests by a prefill engine and a decode engine, which goes on from there.
 
     Both are `vllm serve`; the cache crosses by way of Lynx's store. A client gets what the decode
-    engine has verified, after the prefill engine's own first token.
+    engine has verified, after the prefill engine's own first token. That is /v1/completions and
+    /v1/chat/completions; every other path is the decode engine's, and passed on to it.
     """
     try:
         from ..proxy.app import Sides, serve
