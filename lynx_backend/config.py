@@ -79,7 +79,7 @@ def _convert(kind: str, value: Any) -> object:
 def redacted(url: str) -> str:
     """A URL without the password that it may hold."""
     head, at, tail = url.rpartition("@")
-    scheme, slashes, user = head.partition("://")
+    scheme, slashes, user = head.partition("://") if "://" in head else ("", "", head)
     name, colon, _ = user.partition(":")
     return f"{scheme}{slashes}{name}{colon}{'***' if colon else ''}{at}{tail}"
 
@@ -88,8 +88,12 @@ def _size(default: int | None, least: int) -> Any:
     return field(default=default, metadata={"least_bytes": least})
 
 
-def _number(default: float | None, above: float) -> Any:
-    return field(default=default, metadata={"above": above})
+def _number(default: float | None, above: float, most: float = math.inf) -> Any:
+    return field(default=default, metadata={"above": above, "most": most})
+
+
+def _port(default: int | None, least: int) -> Any:
+    return _number(default, above=least - 1, most=65535)
 
 
 def _secret() -> Any:
@@ -121,6 +125,9 @@ def _checked(f: Field[Any], value: Any) -> object:
         above = f.metadata.get("above")
         if isinstance(converted, (int, float)) and above is not None and converted <= above:
             raise ConfigError(f"must be more than {above:g}, got {converted:g}")
+        most = f.metadata.get("most", math.inf)
+        if isinstance(converted, (int, float)) and converted > most:
+            raise ConfigError(f"must be at most {most:g}, got {converted:g}")
         return converted
     if value is None and f.default is None:
         return None
@@ -308,10 +315,10 @@ class ServeConfig(_Section):
     """
 
     host: str = "127.0.0.1"
-    port: int = _number(7430, above=-1)
+    port: int = _port(7430, least=0)
     advertise: str | None = None
     accept_puts: bool = False
-    metrics_port: int | None = _number(None, above=0)
+    metrics_port: int | None = _port(None, least=1)
     drain_seconds: float = _number(10.0, above=0)
 
 

@@ -95,7 +95,10 @@ class _Place:
     @classmethod
     def parse(cls, url: str) -> _Place:
         wrong = ConfigError(f"redis.url {redacted(url)!r} is none of {_FORMS}")
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # brackets, which only an IPv6 address may have
+            raise wrong from None
         scheme = _SCHEME.fullmatch(parts.scheme)
         login, _, netloc = parts.netloc.rpartition("@")
         if scheme is None or parts.query or parts.fragment:

@@ -151,6 +151,10 @@ def test_an_empty_variable_counts_as_not_set():
         ("nvme", "path", ["/a"], "a text"),
         ("memory", "max_bytes", 0, "at least 1 bytes"),
         ("nvme", "min_free_bytes", -1, "at least 0 bytes"),
+        ("serve", "port", -1, "more than -1"),
+        ("serve", "port", 65536, "at most 65535"),
+        ("serve", "metrics_port", 0, "more than 0"),
+        ("serve", "metrics_port", 70000, "at most 65535, got 70000"),
     ],
 )
 def test_other_types_and_ranges_are_refused(section, name, value, expected):
