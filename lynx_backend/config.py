@@ -179,7 +179,7 @@ class MemoryConfig(_Section):
     enabled: bool = True
     max_bytes: int = _size(4 << 30, least=1)
     quota_bytes: int | None = _size(None, least=1)
-    low_watermark: float = _number(1.0, above=0)
+    low_watermark: float = _number(1.0, above=0, most=1)
     pinned: bool | None = None
 
 
@@ -199,7 +199,7 @@ class NvmeConfig(_Section):
     max_bytes: int = _size(64 << 30, least=1)
     min_free_bytes: int = _size(1 << 30, least=0)
     quota_bytes: int | None = _size(None, least=1)
-    low_watermark: float = _number(1.0, above=0)
+    low_watermark: float = _number(1.0, above=0, most=1)
     direct: bool = True
 
 

@@ -151,6 +151,8 @@ def test_an_empty_variable_counts_as_not_set():
         ("nvme", "path", ["/a"], "a text"),
         ("memory", "max_bytes", 0, "at least 1 bytes"),
         ("nvme", "min_free_bytes", -1, "at least 0 bytes"),
+        ("memory", "low_watermark", 2, "at most 1, got 2"),
+        ("nvme", "low_watermark", 1.5, "at most 1, got 1.5"),
         ("serve", "port", -1, "more than -1"),
         ("serve", "port", 65536, "at most 65535"),
         ("serve", "metrics_port", 0, "more than 0"),
