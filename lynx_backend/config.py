@@ -84,6 +84,28 @@ def redacted(url: str) -> str:
     return f"{scheme}{slashes}{name}{colon}{'***' if colon else ''}{at}{tail}"
 
 
+def read_secret(name: str, value: str | None, file: str | None) -> str | None:
+    """A secret that is set as such or held by a file, less that file's last newline.
+
+    Args:
+        name: of the setting that has ``value``; ``name + "_file"`` has ``file``.
+
+    Raises:
+        ConfigError: both are set, or the file is empty or cannot be read.
+    """
+    if file is None:
+        return value
+    if value is not None:
+        raise ConfigError(f"both {name} and {name}_file are set; keep one")
+    try:
+        secret = Path(file).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{name}_file {file} cannot be read: {type(e).__name__}") from None
+    if not secret:
+        raise ConfigError(f"{name}_file {file} is empty; write the secret into it")
+    return secret
+
+
 def _size(default: int | None, least: int) -> Any:
     return field(default=default, metadata={"least_bytes": least})
 
