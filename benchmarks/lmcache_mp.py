@@ -340,7 +340,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1450)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("out/lmcache-mp.json"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lynx-mp-", ignore_cleanup_errors=True) as folder:

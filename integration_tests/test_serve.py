@@ -237,7 +237,7 @@ def test_metrics_and_readiness_are_shown_where_asked(node: Node):
         text = answer.read().decode()
     assert "lynx_ready 1.0" in text
     assert "lynx_peer_connections 1.0" in text
-    assert 'lynx_objects_total{op="send",part="anchor",result="ok",tier="peers"} 1.0' in text
+    assert 'lynx_objects_total{op="send",part="anchor",result="ok",tier="served"} 1.0' in text
     store.close()
 
 

@@ -79,17 +79,43 @@ def _convert(kind: str, value: Any) -> object:
 def redacted(url: str) -> str:
     """A URL without the password that it may hold."""
     head, at, tail = url.rpartition("@")
-    scheme, slashes, user = head.partition("://")
+    scheme, slashes, user = head.partition("://") if "://" in head else ("", "", head)
     name, colon, _ = user.partition(":")
     return f"{scheme}{slashes}{name}{colon}{'***' if colon else ''}{at}{tail}"
+
+
+def read_secret(name: str, value: str | None, file: str | None) -> str | None:
+    """A secret that is set as such or held by a file, less that file's last newline.
+
+    Args:
+        name: of the setting that has ``value``; ``name + "_file"`` has ``file``.
+
+    Raises:
+        ConfigError: both are set, or the file is empty or cannot be read.
+    """
+    if file is None:
+        return value
+    if value is not None:
+        raise ConfigError(f"both {name} and {name}_file are set; keep one")
+    try:
+        secret = Path(file).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{name}_file {file} cannot be read: {type(e).__name__}") from None
+    if not secret:
+        raise ConfigError(f"{name}_file {file} is empty; write the secret into it")
+    return secret
 
 
 def _size(default: int | None, least: int) -> Any:
     return field(default=default, metadata={"least_bytes": least})
 
 
-def _number(default: float | None, above: float) -> Any:
-    return field(default=default, metadata={"above": above})
+def _number(default: float | None, above: float, most: float = math.inf) -> Any:
+    return field(default=default, metadata={"above": above, "most": most})
+
+
+def _port(default: int | None, least: int) -> Any:
+    return _number(default, above=least - 1, most=65535)
 
 
 def _secret() -> Any:
@@ -121,6 +147,9 @@ def _checked(f: Field[Any], value: Any) -> object:
         above = f.metadata.get("above")
         if isinstance(converted, (int, float)) and above is not None and converted <= above:
             raise ConfigError(f"must be more than {above:g}, got {converted:g}")
+        most = f.metadata.get("most", math.inf)
+        if isinstance(converted, (int, float)) and converted > most:
+            raise ConfigError(f"must be at most {most:g}, got {converted:g}")
         return converted
     if value is None and f.default is None:
         return None
@@ -172,7 +201,7 @@ class MemoryConfig(_Section):
     enabled: bool = True
     max_bytes: int = _size(4 << 30, least=1)
     quota_bytes: int | None = _size(None, least=1)
-    low_watermark: float = _number(1.0, above=0)
+    low_watermark: float = _number(1.0, above=0, most=1)
     pinned: bool | None = None
 
 
@@ -192,7 +221,7 @@ class NvmeConfig(_Section):
     max_bytes: int = _size(64 << 30, least=1)
     min_free_bytes: int = _size(1 << 30, least=0)
     quota_bytes: int | None = _size(None, least=1)
-    low_watermark: float = _number(1.0, above=0)
+    low_watermark: float = _number(1.0, above=0, most=1)
     direct: bool = True
 
 
@@ -308,10 +337,10 @@ class ServeConfig(_Section):
     """
 
     host: str = "127.0.0.1"
-    port: int = _number(7430, above=-1)
+    port: int = _port(7430, least=0)
     advertise: str | None = None
     accept_puts: bool = False
-    metrics_port: int | None = _number(None, above=0)
+    metrics_port: int | None = _port(None, least=1)
     drain_seconds: float = _number(10.0, above=0)
 
 

@@ -56,13 +56,14 @@ def _register(
 OBJECTS = _register(
     Counter,
     "lynx_objects_total",
-    "Objects put, got, promoted or evicted, by what came of it",
+    "Objects put, got, promoted, evicted or sent to other nodes (tier served), by what came of it",
     ("part", "tier", "op", "result"),
 )
 BYTES = _register(
     Counter,
     "lynx_bytes_total",
-    "Bytes of objects put into (in) or read from (out) a tier, or brought (in) by a link",
+    "Bytes of objects put into (in) or read from (out) a tier, brought (in) by a link, or sent to "
+    "other nodes (served, out)",
     ("part", "tier", "direction"),
 )
 OP_SECONDS = _register(
@@ -128,7 +129,12 @@ BREAKER_OPEN = _register(
     ("tier",),
     multiprocess_mode="liveall",
 )
-ERRORS = _register(Counter, "lynx_errors_total", "Failures that became a miss", ("kind",))
+ERRORS = _register(
+    Counter,
+    "lynx_errors_total",
+    "Failures that ended in a miss, in a peer refused or in doing without what failed",
+    ("kind",),
+)
 DRAFT_TOKENS = _register(
     Counter,
     "lynx_draft_tokens_total",

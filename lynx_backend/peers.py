@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from . import metrics
-from .config import LynxConfig, PeersConfig
+from .config import LynxConfig, PeersConfig, read_secret
 from .errors import ConfigError, TierError, TransportError
 from .keys import ObjectName
 from .logs import warn_limited
@@ -325,16 +325,12 @@ def named(nodes: str) -> list[Member]:
 
 
 def link_options(config: PeersConfig, codec: str) -> LinkOptions:
-    """How a node with this configuration treats its peers."""
-    secret = config.secret
-    if config.secret_file is not None:
-        try:
-            with open(config.secret_file, encoding="utf-8") as f:
-                secret = f.read().rstrip("\n")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"peers.secret_file cannot be read: {e}") from None
-        if not secret:
-            raise ConfigError("peers.secret_file is empty; write the shared secret into it")
+    """How a node with this configuration treats its peers.
+
+    Raises:
+        ConfigError: its secret cannot be used.
+    """
+    secret = read_secret("peers.secret", config.secret, config.secret_file)
     return LinkOptions(
         timeout_seconds=config.timeout_seconds,
         anchor_wait_seconds=config.anchor_wait_seconds,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from .config import RedisConfig, redacted
+from .config import RedisConfig, read_secret, redacted
 from .errors import ConfigError, UnsupportedError
 
 try:
@@ -95,7 +95,10 @@ class _Place:
     @classmethod
     def parse(cls, url: str) -> _Place:
         wrong = ConfigError(f"redis.url {redacted(url)!r} is none of {_FORMS}")
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # brackets, which only an IPv6 address may have
+            raise wrong from None
         scheme = _SCHEME.fullmatch(parts.scheme)
         login, _, netloc = parts.netloc.rpartition("@")
         if scheme is None or parts.query or parts.fragment:
@@ -149,7 +152,7 @@ def connect(config: RedisConfig) -> Client:
     place = _Place.parse(config.url)
     options: dict[str, Any] = {
         "username": config.username or place.username,
-        "password": _secret("redis.password", config.password, config.password_file)
+        "password": read_secret("redis.password", config.password, config.password_file)
         or place.password,
         **(_tls(config) if place.tls else {}),
         **_timing(config),
@@ -183,7 +186,7 @@ def _primary_by_sentinel(
         list(place.hosts),
         sentinel_kwargs={
             "username": config.sentinel_username,
-            "password": _secret("redis.sentinel_password", *password),
+            "password": read_secret("redis.sentinel_password", *password),
             **_asking_for_tls(place),
             **(_tls(config) if place.tls else {}),
             **_timing(config),
@@ -232,18 +235,6 @@ def _timing(config: RedisConfig) -> dict[str, Any]:
         "socket_connect_timeout": config.connect_timeout_seconds,
         "socket_read_size": _READ_BYTES,
     }
-
-
-def _secret(name: str, value: str | None, file: str | None) -> str | None:
-    if file is None:
-        return value
-    if value is not None:
-        raise ConfigError(f"both {name} and {name}_file are set; keep one")
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{name}_file {file} cannot be read: {type(e).__name__}") from None
-    return text.removesuffix("\n")
 
 
 def _tls(config: RedisConfig) -> dict[str, Any]:

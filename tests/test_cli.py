@@ -221,3 +221,10 @@ def test_a_trace_that_cannot_be_written_harms_nobody(tmp_path: Path):
     tracer = Tracer(str(tmp_path / "file"))
     tracer.begin("a", time.time(), prompt=1, stored=1)
     tracer.end("a")
+
+
+@pytest.mark.parametrize("option", ["--port", "--metrics-port"])
+def test_a_port_that_there_is_not_is_named(lynx, option: str):
+    done = lynx("proxy", "--prefill", "http://a", "--decode", "http://b", option, "70000")
+    assert done.returncode == 2
+    assert f"Invalid value for '{option}'" in done.stderr

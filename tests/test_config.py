@@ -3,7 +3,14 @@ import json
 
 import pytest
 
-from lynx_backend.config import LynxConfig, MemoryConfig, NvmeConfig, parse_size
+from lynx_backend.config import (
+    LynxConfig,
+    MemoryConfig,
+    NvmeConfig,
+    PeersConfig,
+    RedisConfig,
+    parse_size,
+)
 from lynx_backend.errors import ConfigError
 
 
@@ -151,6 +158,12 @@ def test_an_empty_variable_counts_as_not_set():
         ("nvme", "path", ["/a"], "a text"),
         ("memory", "max_bytes", 0, "at least 1 bytes"),
         ("nvme", "min_free_bytes", -1, "at least 0 bytes"),
+        ("memory", "low_watermark", 2, "at most 1, got 2"),
+        ("nvme", "low_watermark", 1.5, "at most 1, got 1.5"),
+        ("serve", "port", -1, "more than -1"),
+        ("serve", "port", 65536, "at most 65535"),
+        ("serve", "metrics_port", 0, "more than 0"),
+        ("serve", "metrics_port", 70000, "at most 65535, got 70000"),
     ],
 )
 def test_other_types_and_ranges_are_refused(section, name, value, expected):
@@ -234,3 +247,37 @@ def test_a_file_that_cannot_be_read(tmp_path):
 def test_settings_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().nvme.path = "/elsewhere"
+
+
+def of_peers(**settings):
+    pytest.importorskip("ucxx", reason="peers are reached by ucxx")
+    from lynx_backend.peers import link_options
+
+    return link_options(PeersConfig(**settings), "").secret.decode()
+
+
+def of_redis(**settings):
+    pytest.importorskip("redis")
+    from lynx_backend.redis_client import connect
+
+    given = {name.replace("secret", "password"): value for name, value in settings.items()}
+    pool = connect(RedisConfig(url="redis://kv", **given)).connection_pool
+    return pool.connection_kwargs["password"]
+
+
+@pytest.mark.parametrize("secret_of", [of_peers, of_redis])
+def test_secrets_come_from_one_place_and_a_file_loses_its_last_newline(secret_of, tmp_path):
+    file = tmp_path / "secret"
+    assert secret_of(secret="a\n") == "a\n"
+    for text, secret in (("a", "a"), ("a\n", "a"), ("a\r\n", "a"), ("a\n\n", "a\n")):
+        file.write_bytes(text.encode())
+        assert secret_of(secret_file=str(file)) == secret
+    with pytest.raises(ConfigError, match="keep one"):
+        secret_of(secret="a", secret_file=str(file))
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match=f"_file {file} is empty"):
+        secret_of(secret_file=str(file))
+    file.write_bytes(b"\xff")
+    for unreadable in (file, tmp_path, tmp_path / "none", "\0"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            secret_of(secret_file=str(unreadable))

@@ -80,6 +80,32 @@ def test_the_dashboard_shows_metrics_that_there_are():
     assert {re.sub("_(total|bucket)$", "", name) for name in shown} <= known
 
 
+@pytest.mark.parametrize("profile", ["in-process", "server"])
+def test_prometheus_asks_the_service_that_has_the_store(profile: str):
+    services = compose()["services"]
+    (store,) = (
+        name
+        for name, service in services.items()
+        if profile in service.get("profiles", []) and "/mnt/lynx" in settings_of(service)
+    )
+    command = [word.partition("=") for word in services[store]["command"]]
+    options = {name: value for name, _, value in command}
+    port = options.get("--http-port", "8000")
+    if store == "lmcache":  # which listens for others only when told to, unlike vLLM
+        assert options["--http-host"] == "0.0.0.0"
+    jobs = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())["scrape_configs"]
+    asked = {target for job in jobs for each in job["static_configs"] for target in each["targets"]}
+    assert f"{store}:{port}" in asked
+    assert {target.split(":")[0] for target in asked} <= set(services)
+
+
+def settings_of(service: dict[str, Any]) -> str:
+    """What a service is told of Lynx: in its command, or in the file that its environment names."""
+    named = service.get("environment", {}).get("LMCACHE_CONFIG_FILE")
+    file = (DOCKER / Path(named).name).read_text() if named else ""
+    return file + " ".join(service.get("command", []))
+
+
 def test_the_dockerfile_copies_from_where_it_is_built():
     text = (DOCKER / "Dockerfile").read_text()
     assert re.findall(r"^COPY (\S+)", text, re.MULTILINE) == ["."]

@@ -71,6 +71,10 @@ def test_sentinel():
         "redis+cluster://a/1",
         "unix://",
         "unix://kv/run",
+        "redis://[::1",
+        "redis://:secret[@kv",
+        "redis://kv:70000",
+        "ann:secret@kv:6379",
     ],
 )
 def test_other_urls_are_refused(url: str):
@@ -119,6 +123,8 @@ def test_secrets_are_not_shown(tmp_path):
         ("redis://ann@kv", "redis://ann@kv"),
         ("redis://:a:b@c/d@kv", "redis://:***@kv"),
         ("unix://:pw@/run/x", "unix://:***@/run/x"),
+        ("redis://:a[b@kv", "redis://:***@kv"),
+        ("ann:pw@kv", "ann:***@kv"),
     ],
 )
 def test_redacted(url: str, shown: str):

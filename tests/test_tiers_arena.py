@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import random
 import threading
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from lynx_backend.errors import InvalidInputError
-from lynx_backend.tiers.arena import Arena
+from lynx_backend.tiers.arena import Arena, page_memory
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
@@ -110,3 +112,16 @@ def test_sizes_below_one_are_refused():
 def test_pinned():
     block = Arena(1 << 20, pinned=True).take(1000)
     assert torch.from_numpy(block).is_pinned()
+
+
+def test_a_kernel_without_huge_pages_gives_memory_too(monkeypatch: pytest.MonkeyPatch):
+    class OfThatKernel(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            assert option == mmap.MADV_HUGEPAGE
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", OfThatKernel)
+    memory = page_memory(mmap.PAGESIZE)
+    assert isinstance(memory, OfThatKernel)
+    assert memory[:] == bytes(mmap.PAGESIZE)
+    assert Arena(4096).take(4096) is not None

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
 
-from lynx_backend import logs
+from lynx_backend import logs, metrics
 from lynx_backend.errors import TierError, TransportError
 from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.testing.transport import WAIT_SECONDS, ScriptedSource, TransportConformance
@@ -124,6 +124,23 @@ def test_unconnected_it_fails_at_once_and_connects_when_told_to(serve: Serve):
     assert transport.node == server.node
     assert fetched(transport, name(0), 4) == b"data"
     transport.close()
+
+
+def test_what_is_sent_is_counted_apart_from_what_is_got(serve: Serve, connect: Connect):
+    def sent() -> list[dict[str, int]]:
+        return [
+            metrics.counts("lynx_bytes_total", "tier", part="anchor", direction="out"),
+            metrics.counts("lynx_objects_total", "tier", part="anchor", op="send"),
+        ]
+
+    pytest.importorskip("prometheus_client")
+    transport = connect(serve())
+    wanted = [
+        counted | {"served": counted["served"] + more}
+        for counted, more in zip(sent(), (4, 1), strict=True)
+    ]
+    assert fetched(transport, name(0), 4) == b"data"
+    eventually(lambda: sent() == wanted)  # it is counted once it is under way
 
 
 def test_nobody_there_is_an_error_that_names_the_place():

@@ -22,7 +22,7 @@ def proxy(
     prefill: Annotated[str, typer.Option(help="URL of the prefill engine's server.")],
     decode: Annotated[str, typer.Option(help="URL of the decode engine's server.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")] = 8080,
     first_token: Annotated[
         FirstToken,
         typer.Option(
@@ -44,13 +44,14 @@ def proxy(
         ),
     ] = 300.0,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Show Prometheus metrics at this port.")
+        int | None, typer.Option(min=1, max=65535, help="Show Prometheus metrics at this port.")
     ] = None,
 ) -> None:
     """Answer OpenAI requests by a prefill engine and a decode engine, which goes on from there.
 
     Both are `vllm serve`; the cache crosses by way of Lynx's store. A client gets what the decode
-    engine has verified, after the prefill engine's own first token.
+    engine has verified, after the prefill engine's own first token. That is /v1/completions and
+    /v1/chat/completions; every other path is the decode engine's, and passed on to it.
     """
     try:
         from ..proxy.app import Sides, serve

@@ -1,4 +1,4 @@
-"""The profile ``adaptive`` on a GPU: the kernels of ``kernels/adaptive.cu``."""
+"""The profile ``adaptive`` on a GPU: the kernels of ``kernels/adaptive_*.cu``."""
 
 from __future__ import annotations
 

@@ -91,6 +91,7 @@ class Records:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
+        # Records come back in whatever thread drops what had them, perhaps while it is in here.
         self._used: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
 
     def take(self) -> torch.Tensor:
@@ -104,6 +105,5 @@ class Records:
             return self._free.pop()
 
     def give_back(self, record: torch.Tensor, event: torch.cuda.Event) -> None:
-        """``record`` may be used again once ``event`` has come."""
-        with self._lock:
-            self._used.append((event, record))
+        """``record`` may be used again once ``event`` has come. Waits for no lock: a finalizer."""
+        self._used.append((event, record))

@@ -43,7 +43,7 @@ class CodecSpec:
         chunk: tokens that share a scale; divides page_tokens. ``adaptive`` has one scale a page.
             None for the profile's default.
         alpha: companding strength, 0 for a uniform grid; None for the profile's default.
-            ``adaptive``: the share of the quadratic term, below 1.
+            ``adaptive``: the share of the quadratic term, at most 0.9.
         page_tokens: tokens of one page, 8 to 1024 in steps of 8; ``adaptive``: at most 256.
         exact_tokens: most tokens of one object kept unquantized (attention sinks found in the
             data); None for the profile's default. ``adaptive`` has one in every head and page.

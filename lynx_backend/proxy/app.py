@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
 _CONNECT_SECONDS = 5.0
+#: Of a request, what its engine has to know; the rest is about the connection to the proxy.
+_PASSED_ON = ("Authorization", "Content-Type", "Accept")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Proxy:
         app.cleanup_ctx.append(self._running)
         for path in _PATHS:
             app.router.add_post(path, self._answer)
-        app.router.add_get("/{path:.*}", self._pass_on)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
@@ -83,17 +85,27 @@ class Proxy:
             listening.cancel()
             self._listener.close()
 
-    async def _pass_on(self, request: web.Request) -> web.Response:
-        """Models, health and the like are the decode side's."""
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Models, health, embeddings and the like are the decode side's."""
+        url = f"{self._sides.decode}{request.rel_url}"
+        headers, body = _headers(request, _PASSED_ON), await request.read()
+        out: web.StreamResponse | None = None
         try:
-            async with self._session.get(f"{self._sides.decode}{request.rel_url}") as answer:
-                return web.Response(
-                    status=answer.status,
-                    body=await answer.read(),
-                    content_type=answer.content_type,
-                )
-        except ClientError as e:
-            return _failure(f"the decode side does not answer: {e}", 502)
+            async with self._session.request(
+                request.method, url, headers=headers, data=body or None
+            ) as answer:
+                out = web.StreamResponse(status=answer.status)
+                if "Content-Type" in answer.headers:
+                    out.headers["Content-Type"] = answer.headers["Content-Type"]
+                await out.prepare(request)
+                async for data in answer.content.iter_any():
+                    await out.write(data)
+        except (ClientError, ConnectionResetError) as e:
+            if out is None:
+                return _failure(f"the decode side does not answer: {e}", 502)
+            if request.transport is not None:
+                request.transport.close()  # all that still tells the client that this is not all
+        return out
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -105,6 +117,10 @@ class Proxy:
         except ValueError as e:
             return _failure(str(e), 400)
         return await _Exchange(self, request, body).answer()
+
+
+def _headers(request: web.Request, names: Sequence[str]) -> dict[str, str]:
+    return {name: request.headers[name] for name in names if name in request.headers}
 
 
 def _timeout(seconds: float | None) -> ClientTimeout:
@@ -125,9 +141,7 @@ class _Exchange:
         self._listener = proxy._listener
         self._request, self._body = request, body
         self._chat = _PATHS[request.path]
-        self._headers = {
-            name: request.headers[name] for name in ("Authorization",) if name in request.headers
-        }
+        self._headers = _headers(request, ["Authorization"])
         self._clock = Clock("decode")
         self._first: Prefilled | None = None
         self._continued = False
@@ -159,7 +173,7 @@ class _Exchange:
                 self._sides.prefill, asked, self._sides.prefill_seconds
             ) as answer:
                 if answer.status == 200:
-                    self._first = handoff.prefilled(await answer.json())
+                    self._first = handoff.prefilled(await _parsed(answer))
                 elif 400 <= answer.status < 500:
                     return await _copied(answer)
                 else:
@@ -196,10 +210,10 @@ class _Exchange:
                 async with self._post(self._sides.decode, self._decode_request()) as answer:
                     if answer.status != 200:
                         return await _copied(answer)
-                    body = await answer.json()
+                    body = await _parsed(answer)
                 while not news.empty():
                     self._clock.hear(news.get_nowait())
-        except ClientError as e:
+        except (ClientError, TransportError) as e:
             return _failure(f"the decode side failed: {e}", 502)
         self._clock.count(sum(len(each.get("token_ids") or ()) for each in body["choices"]))
         if self._continued and self._first is not None:
@@ -229,6 +243,8 @@ class _Exchange:
                 async with self._post(self._sides.decode, self._decode_request()) as answer:
                     if answer.status != 200 and out is None:
                         return await _copied(answer)
+                    if answer.status == 200 and answer.content_type != "text/event-stream":
+                        raise TransportError(f"no stream but {answer.content_type}")
                     out = out or await self._open()
                     if answer.status != 200:
                         await out.write(b"data: " + await answer.read() + b"\n\n")
@@ -238,7 +254,7 @@ class _Exchange:
             if out is not None:
                 return out
             raise
-        except ClientError as e:
+        except (ClientError, TransportError) as e:
             why = f"the decode side failed: {e}"
             if out is None:
                 return _failure(why, 502)
@@ -342,7 +358,7 @@ class _Exchange:
             async with self._session.post(url, json=asked, headers=self._headers) as answer:
                 answer.raise_for_status()
                 return str((await answer.json())["prompt"])
-        except ClientError as e:
+        except (ClientError, ValueError, LookupError, TypeError) as e:
             warn_limited(logger, "proxy-detokenize", "drafts cannot be shown: %s", e)
             return None
 
@@ -357,7 +373,21 @@ async def _events(answer: ClientResponse) -> Any:
             if payload == b"[DONE]":
                 return
             if line.startswith(b"data: "):
-                yield json.loads(payload)
+                try:
+                    yield json.loads(payload)
+                except ValueError as e:
+                    raise TransportError(f"an event is not JSON: {e}") from None
+
+
+async def _parsed(answer: ClientResponse) -> Json:
+    """An engine's answer; TransportError when it is not one of vLLM's."""
+    try:
+        body = await answer.json()
+    except ValueError as e:
+        raise TransportError(f"its answer is not JSON: {e}") from None
+    if not isinstance(body, dict) or not isinstance(body.get("choices"), list):
+        raise TransportError("its answer has no choices, as vLLM's have")
+    return body
 
 
 async def _send(out: web.StreamResponse, chunk: Json) -> None:

@@ -10,14 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TransportError
+from ..request_params import PROVISIONAL, STORED
 
 Json = dict[str, Any]
-
-#: In ``kv_transfer_params`` of the decode side: so many tokens of the prompt were, or are being,
-#: stored by a prefill engine.
-STORED = "lynx.stored_tokens"
-#: In ``kv_transfer_params``: publish this request's drafts under this tag. Of the proxy: true.
-PROVISIONAL = "lynx.provisional"
 
 #: With anything else in a request the decode side samples its first token again: what else counts
 #: a request's own tokens (penalties, stop strings, seeds, grammars, logprobs) would not see it.

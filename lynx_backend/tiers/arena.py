@@ -11,6 +11,7 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +105,8 @@ def page_memory(size: int) -> mmap.mmap:
     A device transfers a huge page in one go and 512 small ones in as many.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a hint, which a kernel without transparent huge pages refuses
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

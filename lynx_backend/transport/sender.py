@@ -19,10 +19,12 @@ from .ucx import Buffer, part_of
 # An anchor that arrives now waits for it, so it is no more than was lately read in so much time.
 _READ_SECONDS = 0.001
 _LEAST_READ_BYTES, _MOST_READ_BYTES = 1 << 20, 16 << 20
+# As the tier "peers", a store counts the other end: what it has got of other nodes.
+_SERVED = "served"
 _SENT = {
     part: (
-        metrics.OBJECTS.labels(part.label, "peers", "send", "ok"),
-        metrics.BYTES.labels(part.label, "peers", "out"),
+        metrics.OBJECTS.labels(part.label, _SERVED, "send", "ok"),
+        metrics.BYTES.labels(part.label, _SERVED, "out"),
     )
     for part in Part
 }
@@ -136,7 +138,7 @@ class Sender:
     def _end(self, offer: _Offer, end: End, why: str) -> None:
         self._drop(offer)
         part = offer.request.name.part.label
-        metrics.OBJECTS.labels(part, "peers", "send", end.name.lower()).inc()
+        metrics.OBJECTS.labels(part, _SERVED, "send", end.name.lower()).inc()
         offer.ended(offer.request.id, end, why)
 
     def _connection(self, flow: str) -> Connection:

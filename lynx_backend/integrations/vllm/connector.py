@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import NewRequestData
 
 from ...errors import ConfigError, UnsupportedError
-from ...proxy.handoff import STORED
+from ...request_params import STORED
 from ...states import State
 from ..lmcache_cpu import LMCacheConnectorCPU
 from . import internals

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...proxy.handoff import PROVISIONAL
+from ...request_params import PROVISIONAL
 from ...side_channel import Publisher, Said
 
 
