@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -123,6 +124,16 @@ def test_a_store_reads_whole_chunks_from_a_peer_and_keeps_them(node: Node, folde
     assert store.get(KEYS[0]) is not None
     store.close()
     there.close()
+
+
+def test_a_node_takes_as_many_descriptors_as_it_may(node: Node):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        process, _ = node()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def start(store: ChunkStore, transport: StoreTransport, name: str = "r") -> ProgressiveRequest:

@@ -37,6 +37,18 @@ def run(command: str) -> None:
     subprocess.run(command.split(), check=True, capture_output=True)
 
 
+def there(*command: str) -> subprocess.Popen[bytes]:
+    """A script of this folder, or Python's options, in the other namespace."""
+    folder = Path(__file__).parent
+    return subprocess.Popen(
+        ["ip", "netns", "exec", NAMESPACE, sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{folder.parent}:{folder}"},
+    )
+
+
 # Once for all tests: UCX reads a process's routes once, and finds no way to a device made later.
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
@@ -58,15 +70,10 @@ def _server() -> Iterator[int]:
         run(f"ip link set {DEVICE} up")
         run(f"ip -n {NAMESPACE} addr add {THERE}/24 dev inner")
         run(f"ip -n {NAMESPACE} link set inner up")
+        run(f"ip -n {NAMESPACE} link set lo up")
         shape = "root tbf rate 1gbit burst 512kb latency 50ms"
         run(f"tc -n {NAMESPACE} qdisc add dev inner {shape}")
-        script = Path(__file__).parent / "ucx_node.py"
-        child = subprocess.Popen(
-            ["ip", "netns", "exec", NAMESPACE, sys.executable, str(script), THERE, "0", "1"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        )
+        child = there("ucx_node.py", THERE, "0", "1")
         assert child.stdout is not None
         yield int(child.stdout.readline())
     finally:
@@ -128,3 +135,50 @@ def test_a_cut_link_costs_a_bounded_wait_and_heals(transport: UcxTransport):
             transport.connect()
     assert fetched(transport, 5) == content(1, 5)
     assert not any(out)
+
+
+CONNECTS = f"""
+from lynx_backend.transport.client import UcxTransport
+import sys
+client = UcxTransport("{THERE}", int(sys.argv[1]))
+client.connect()
+client.close()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("nft"), reason="a firewall needs nft (nftables)")
+def test_a_client_behind_a_firewall_keeps_out_nobody_else_and_ends_with_its_node(server: int):
+    """What the node's UCX sends to the client's own port is dropped: it tries for two minutes."""
+    node = there("ucx_node.py", THERE, "0", "2")
+    assert node.stdout is not None
+    assert node.stdin is not None
+    port = int(node.stdout.readline())
+    run(f"nft add table inet {NAMESPACE}")
+    try:
+        run(f"nft add chain inet {NAMESPACE} input {{ type filter hook input priority 0 ; }}")
+        run(
+            f"nft add rule inet {NAMESPACE} input iifname {DEVICE} "
+            "tcp flags & ( syn | ack ) == syn drop"
+        )
+        client = UcxTransport(THERE, port, LinkOptions(timeout_seconds=TIMEOUT))
+        said = ""
+        for _ in range(12):  # more than an executor has threads
+            with contextlib.suppress(TransportError):
+                client.connect()
+                client.sizes([name(0)])
+            until = time.monotonic() + WAIT_SECONDS
+            while client.connected:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            said += str(client._lost)
+        assert "ports of its own" in said
+        started = time.monotonic()
+        client.close()
+        assert time.monotonic() - started < 3.0
+        other = there("-c", CONNECTS, str(port))
+        assert other.wait(WAIT_SECONDS) == 0
+        node.stdin.close()
+        assert node.wait(WAIT_SECONDS) == 0
+    finally:
+        run(f"nft delete table inet {NAMESPACE}")
+        node.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import resource
 import signal
 import threading
 
@@ -28,6 +29,9 @@ def serve(config: ConfigOption = None) -> None:
     from ..peers import link_options
     from ..transport.server import UcxServer  # needs a package that not everybody has
 
+    # A peer takes twelve descriptors, and the usual 1024 are for eighty.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = LynxConfig.load(config)
     store = ChunkStore.from_config(settings, with_peers=False)
     stop = threading.Event()

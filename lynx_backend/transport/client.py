@@ -14,17 +14,19 @@ from ..keys import ObjectName
 from . import protocol
 from .base import Transport, already_fetching
 from .connection import Connection
-from .greeting import LinkOptions, greet
+from .greeting import UCX_UNREACHABLE, LinkOptions, greet
 from .loop import LoopThread
 from .protocol import MOST_NAMES, NODE_BYTES, End, Kind, Request
 from .sender import Sender
-from .stream import FrameStream
+from .stream import open_stream
 from .ucx import Buffer, Channel, DeviceBuffer
 
 CLOSE_SECONDS = 5.0
 #: How long data of a cancelled fetch that has begun to arrive may take to finish arriving.
 _CANCEL_SECONDS = 1.0
 _SETTLE_SECONDS = 0.1
+#: Lookups under way; a peer refuses more than 64, and what it has not read adds up.
+_MOST_ASKED = 16
 
 
 class _Transfer(Future[bool]):
@@ -93,6 +95,8 @@ class UcxTransport(Transport):
         # Of the thread alone from here on.
         self._transfers: dict[int, _Transfer] = {}
         self._lookups: dict[int, tuple[int, asyncio.Future[list[int | None]]]] = {}
+        self._asking = asyncio.Semaphore(_MOST_ASKED)
+        self._greeted = True
         self._requests: dict[str, list[int]] = {}
         self._counter = 0
         self._sender: Sender | None = None
@@ -123,7 +127,8 @@ class UcxTransport(Transport):
         try:
             self._thread.wait(self._connect(), self._options.timeout_seconds)
         except (OSError, UnicodeError, TransportError) as e:  # UnicodeError: no name of a host
-            raise TransportError(f"cannot connect to {self.host}:{self.port}: {e}") from e
+            why = e if self._greeted else UCX_UNREACHABLE
+            raise TransportError(f"cannot connect to {self.host}:{self.port}: {why}") from e
 
     def abort(self) -> None:
         """Drop the connection, if any: all that is unfinished fails, and one may connect again."""
@@ -238,15 +243,21 @@ class UcxTransport(Transport):
             return
         while self._connection is not None:  # the old one holds buffers for a moment more
             await asyncio.sleep(0.002)
-        loop = asyncio.get_running_loop()
-        _, stream = await loop.create_connection(FrameStream, self.host, self.port)
+        self._greeted = True
+        stream = await open_stream(self.host, self.port)
+
+        def opened() -> Channel:
+            self._greeted = False
+            return Channel(stream.local_host)
+
         try:
-            local = partial(Channel, stream.local_host)
-            greeting = await greet(stream, "client", self._node, self._options, local)
+            greeting = await greet(stream, "client", self._node, self._options, opened)
+            self._greeted = True
             if self._expected not in (None, greeting.peer.node.hex()):
                 greeting.channel.destroy()
                 raise TransportError("another process than the one expected has that address now")
-        except BaseException:
+        except BaseException as e:
+            self._greeted |= not isinstance(e, asyncio.CancelledError)  # which is for want of time
             stream.abort()
             raise
         connection = Connection(stream, greeting, self._options)
@@ -296,16 +307,20 @@ class UcxTransport(Transport):
                 return id_
 
     async def _look_up(self, names: Sequence[ObjectName]) -> list[int | None]:
-        connection = self._require()
-        answers = []
+        self._require()
+        sizes: list[int | None] = []
         for start in range(0, len(names), MOST_NAMES):
-            some = names[start : start + MOST_NAMES]
-            id_ = self._number()
-            answer: asyncio.Future[list[int | None]] = self._thread.loop.create_future()
-            self._lookups[id_] = len(some), answer
-            connection.write(protocol.pack_lookup(id_, some))
-            answers.append(answer)
-        return [size for answer in answers for size in await answer]
+            async with self._asking:
+                sizes += await self._ask(names[start : start + MOST_NAMES])
+        return sizes
+
+    async def _ask(self, names: Sequence[ObjectName]) -> list[int | None]:
+        id_ = self._number()
+        answer: asyncio.Future[list[int | None]] = self._thread.loop.create_future()
+        connection = self._require()
+        self._lookups[id_] = len(names), answer
+        connection.write(protocol.pack_lookup(id_, names))
+        return await answer
 
     def _begin_all(self) -> None:
         with self._lock:
@@ -378,6 +393,8 @@ class UcxTransport(Transport):
             self._handle_end(*protocol.unpack_end(payload))
         elif kind == Kind.READY:
             self._send(protocol.unpack_id(payload))
+        elif kind == Kind.REFUSED:
+            raise TransportError(f"the peer refused: {protocol.unpack_text(payload)}")
         else:
             raise TransportError(f"a server does not send {kind.name}")
 

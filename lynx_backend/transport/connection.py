@@ -292,9 +292,10 @@ class Connection:
         while True:
             await asyncio.sleep(self._options.timeout_seconds / _TICKS)
             self._soon()
-            waiting = self.incoming or self.window.messages or self.awaiting()
+            moving = bool(self.incoming or self.window.messages)
+            waiting = moving or self.awaiting()
             self._quiet = 0 if self._heard or not waiting else self._quiet + 1
-            self._stuck = 0 if self._moved or not waiting else self._stuck + 1
+            self._stuck = 0 if self._moved or not moving else self._stuck + 1
             self._heard, self._moved = False, 0
             seconds = self._options.timeout_seconds
             if self._quiet > _TICKS:

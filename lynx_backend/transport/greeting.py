@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..errors import TransportError
 from . import protocol
+from .loop import detached
 from .protocol import Hello, Kind, Terms
 from .stream import FrameStream
 from .ucx import Channel
 from .window import ANCHOR_WAIT_SECONDS
+
+#: Connections that UCX is making at a time, those that nobody waits for any more among them.
+MOST_CONNECTING = 64
+_places = threading.BoundedSemaphore(MOST_CONNECTING)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,13 @@ class Greeting:
     channel: Channel
 
 
+#: What a peer that answers, and to whom there is no connection all the same, is told or said of.
+UCX_UNREACHABLE = (
+    "UCX did not connect in time: it has ports of its own, and each node must reach the other's "
+    "(UCX_TCP_PORT_RANGE says which they are)"
+)
+
+
 class _RefusedError(TransportError):
     """The peer refused; it need not be told."""
 
@@ -83,7 +97,6 @@ async def greet(
     """
     mine = options.hello(node).pack()
     server = side == "server"
-    loop = asyncio.get_running_loop()
     try:
         started = time.monotonic()
         if not server:
@@ -102,15 +115,20 @@ async def greet(
             # Nothing of UCX is touched before the client has proved that it knows the secret.
             address = await _read_proof(stream, "client", hellos, options)
             round_trip = time.monotonic() - started
-        channel = await loop.run_in_executor(None, open_channel)
+        channel = await asyncio.wrap_future(detached(open_channel))
+        connecting: Future[None] | None = None
         try:
             mac = protocol.proof(options.secret or b"", side, hellos, channel.address)
             stream.write(protocol.pack_proof(mac, channel.address))
             if not server:
                 address = await _read_proof(stream, "server", hellos, options)
-            await loop.run_in_executor(None, channel.connect, address)
+            connecting = _connecting(channel, address)
+            await asyncio.wrap_future(connecting)
         except BaseException:
-            channel.destroy()
+            if connecting is None:
+                channel.destroy()
+            else:
+                connecting.add_done_callback(lambda _: channel.destroy())
             raise
     except _RefusedError:
         raise
@@ -118,6 +136,18 @@ async def greet(
         stream.write(protocol.pack_text(Kind.REFUSED, str(e)))
         raise
     return Greeting(peer, round_trip, channel)
+
+
+def _connecting(channel: Channel, address: bytes) -> Future[None]:
+    """Connect in a thread: where a firewall drops UCX's packets, that takes two minutes."""
+    if not _places.acquire(blocking=False):
+        raise TransportError(
+            f"UCX has been connecting to {MOST_CONNECTING} peers for a while; it has ports of its "
+            "own, and each node must reach the other's (UCX_TCP_PORT_RANGE says which they are)"
+        )
+    connecting = detached(channel.connect, address)
+    connecting.add_done_callback(lambda _: _places.release())
+    return connecting
 
 
 async def _read_proof(

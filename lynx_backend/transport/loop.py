@@ -14,6 +14,27 @@ from ..errors import TransportError
 _T = TypeVar("_T")
 
 
+def detached(call: Callable[..., _T], *args: object) -> Future[_T]:
+    """Run ``call`` in a daemon thread of its own, which nothing ever waits for.
+
+    For what may hang for minutes and cannot be told to stop, such as a connection or a name that a
+    firewall swallows: an executor's threads would run out, and hold up the end of the process.
+    """
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only ignored
+
+    def run() -> None:
+        try:
+            result = call(*args)
+        except BaseException as e:
+            future.set_exception(e)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, daemon=True, name="lynx-detached").start()
+    return future
+
+
 class LoopThread:
     """An asyncio event loop in a daemon thread of its own."""
 

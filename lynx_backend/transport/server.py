@@ -17,7 +17,7 @@ from ..logs import warn_limited
 from . import protocol
 from .base import ObjectSource
 from .connection import Connection
-from .greeting import LinkOptions, greet
+from .greeting import UCX_UNREACHABLE, LinkOptions, greet
 from .loop import LoopThread
 from .protocol import NODE_BYTES, End, Kind, Request
 from .sender import Sender
@@ -73,7 +73,7 @@ class UcxServer:
         self._thread = LoopThread("lynx-ucx-server")
         try:
             self.address = self._thread.wait(self._listen(host, port), CLOSE_SECONDS)
-        except (OSError, OverflowError) as e:  # OverflowError: no port
+        except (OSError, OverflowError, UnicodeError) as e:  # no port, no name of a host
             self.close()
             raise TransportError(f"cannot listen on {host}:{port}: {e}") from e
 
@@ -120,17 +120,26 @@ class UcxServer:
 
     async def _accept(self, stream: FrameStream) -> None:
         name = stream.remote
+        why = f"it did not greet within {self._options.timeout_seconds:g} s"
         try:
             if self._draining or len(self._peers) + len(self._greeting) > MOST_CONNECTIONS:
-                why = "draining" if self._draining else f"busy with {MOST_CONNECTIONS} peers"
-                stream.write(protocol.pack_text(Kind.REFUSED, f"the node is {why}"))
-                raise TransportError(why)
-            local = partial(Channel, stream.local_host)
-            greeting = greet(stream, "server", self.node, self._options, local)
+                busy = "draining" if self._draining else f"busy with {MOST_CONNECTIONS} peers"
+                stream.write(protocol.pack_text(Kind.REFUSED, f"the node is {busy}"))
+                raise TransportError(busy)
+
+            def opened() -> Channel:
+                nonlocal why
+                why = UCX_UNREACHABLE
+                return Channel(stream.local_host)
+
+            greeting = greet(stream, "server", self.node, self._options, opened)
             known = await asyncio.wait_for(greeting, self._options.timeout_seconds)
         except (TransportError, asyncio.TimeoutError) as e:
             metrics.ERRORS.labels("PeerRefused").inc()
-            why = str(e) or f"it did not greet within {self._options.timeout_seconds:g} s"
+            if isinstance(e, asyncio.TimeoutError):
+                stream.write(protocol.pack_text(Kind.REFUSED, why))
+            else:
+                why = str(e)
             warn_limited(logger, "peer-refused", "refused a peer at %s: %s", name, why)
             stream.close()
             return
@@ -149,7 +158,8 @@ class UcxServer:
     def _gone(self, connection: Connection, name: str, error: TransportError) -> None:
         self._sender.remove(connection)
         peer = self._peers.pop(connection)
-        self._put_bytes -= sum(peer.puts.values())
+        for id_ in list(peer.puts):
+            self._free(peer, id_)
         metrics.PEER_CONNECTIONS.set(len(self._peers))
         logger.info("peer at %s left: %s", name, error)
 
@@ -211,8 +221,9 @@ class UcxServer:
     def _cancel(self, connection: Connection, id_: int) -> None:
         peer = self._peers[connection]
         if id_ in peer.puts:
+            # What has begun to arrive keeps its buffer, and counts, until it is there.
+            connection.give_up(id_, partial(self._free, peer, id_))
             connection.forget(id_)
-            self._put_bytes -= peer.puts.pop(id_)
         elif not self._sender.withdraw(connection, id_):
             return  # all of it is announced: the client knows by that
         connection.write(protocol.pack_end(id_, End.CANCELLED))
@@ -270,6 +281,9 @@ class UcxServer:
         else:
             end = End.STORED if future.result() else End.REFUSED
             connection.write(protocol.pack_end(request.id, end))
+
+    def _free(self, peer: _Peer, id_: int) -> None:
+        self._put_bytes -= peer.puts.pop(id_)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import TransportError
 from . import protocol
+from .loop import detached
 from .protocol import Kind
 
 Handle = Callable[[Kind, bytes], None]
@@ -136,3 +137,32 @@ class FrameStream(asyncio.Protocol):
         payload = bytes(self._held[head : head + length])
         del self._held[: head + length]
         return kind, payload
+
+
+async def open_stream(host: str, port: int) -> FrameStream:
+    """A stream to a node.
+
+    Raises:
+        OSError, UnicodeError: there is no such host, or nobody who listens.
+    """
+    loop = asyncio.get_running_loop()
+    # Not the loop's own way: a name server that does not answer would hold up the loop's end.
+    found = await asyncio.wrap_future(
+        detached(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
+    )
+    error: OSError | None = None
+    for family, _, _, _, address in found:
+        s = socket.socket(family, socket.SOCK_STREAM)
+        s.setblocking(False)
+        try:
+            await loop.sock_connect(s, address)
+        except OSError as e:
+            error = e
+            s.close()
+        except BaseException:
+            s.close()
+            raise
+        else:
+            _, stream = await loop.create_connection(FrameStream, sock=s)
+            return stream
+    raise error or OSError(f"{host} has no address")

@@ -128,7 +128,8 @@ class Channel:
                 self.address = bytes(self._worker.address.tobytes())
         except ucx_api.UCXError as e:
             raise TransportError(
-                f"UCX cannot be started with {options}: {e}; check the UCX_* environment variables"
+                f"UCX cannot be started with {options}: {e}; check the UCX_* environment variables "
+                "and the limit of open files (ulimit -n), of which a connection takes twelve"
             ) from e
         self._endpoint: Any = None
         self._pending: list[tuple[Any, Buffer, Done]] = []
