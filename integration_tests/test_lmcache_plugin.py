@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from _redis_servers import Server, needs_redis, running, wait_until
 
 from lynx_backend.errors import TierError, UnsupportedError
@@ -25,6 +27,7 @@ from lynx_backend.integrations.lmcache import failures  # isort: skip
 
 TOKENS = list(range(5, 5 + 3 * CHUNK + 40))  # three chunks, and a rest that is not stored
 FULL = 3 * CHUNK
+SECRET = "between nodes only"
 
 
 def nvme(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -229,6 +232,65 @@ def test_what_is_stored_is_not_quantized_a_second_time(tmp_path):
         one.store(TOKENS, kv)
         one.store(TOKENS, again)
         assert_same(one.request(TOKENS), full)
+
+
+def test_what_was_loaded_is_not_encoded_when_no_tier_has_it_any_more(tmp_path):
+    """As when it came from a peer and was not promoted, or was evicted since."""
+    kv = cache(len(TOKENS))
+    folder = tmp_path / "kv"
+    with engine(tmp_path, nvme(folder)) as one:
+        one.store(TOKENS, kv)
+        loaded = one.request(TOKENS)
+        for file in objects(folder):
+            file.unlink()
+        one.store(TOKENS, torch.where(loaded.isnan(), kv, loaded))
+        assert not objects(folder)
+        one.store(TOKENS, kv)  # computed anew
+        assert_same(one.request(TOKENS), loaded)
+
+
+def test_what_a_peer_gave_is_not_encoded(tmp_path):
+    pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
+    kv = cache(len(TOKENS))
+    with engine(tmp_path, nvme(tmp_path / "theirs")) as one:
+        one.store(TOKENS, kv)
+    with serving(tmp_path, nvme(tmp_path / "theirs")) as place:
+        given = {
+            **nvme(tmp_path / "ours"),
+            "peers": {"nodes": place, "secret": SECRET},
+            "tiering": {"write_behind_bytes": 0},  # nothing is promoted
+        }
+        with engine(tmp_path, given) as one:
+            wait_until(lambda: one.lookup(TOKENS) == FULL)
+            loaded = one.request(TOKENS)
+            assert_same(loaded, q_full(kv, FULL))
+            one.store(TOKENS, torch.where(loaded.isnan(), kv, loaded))
+            assert not objects(tmp_path / "ours")
+            assert one.lookup(TOKENS) == FULL  # as long as the peer has it
+            assert_same(one.request(TOKENS), loaded)
+
+
+@contextmanager
+def serving(tmp_path: Path, settings: dict[str, Any]) -> Iterator[str]:
+    """``lynx serve`` in a process of its own; where it is reached."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({**settings, "serve": {"port": 0}}))
+    command = "from lynx_backend.cli import main; main()"
+    root = str(Path(__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "serve", "--config", str(file)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root, "LYNX_PEERS_SECRET": SECRET},
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert " at 127.0.0.1:" in line
+        yield line.split()[-1]
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_what_a_tier_has_and_nobody_can_read_is_stored_again(tmp_path):

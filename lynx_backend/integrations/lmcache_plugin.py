@@ -46,6 +46,7 @@ from ..store import ChunkStore, EncodedChunk, Presence, objects_of
 from ..tiers.write_behind import WriteBehind
 from .lmcache.failures import Unreadable, report
 from .lmcache.keys import chunk_key, layout_of, salt
+from .lmcache.loaded import Loaded
 from .lmcache.settings import Settings, open_store
 from .lmcache.versions import (
     check_interface,
@@ -118,6 +119,7 @@ class LynxBackend(StoragePluginInterface):
         self._puts = WriteBehind("lynx-lmcache-put", max(1, pool_bytes // 2), workers=1)
         self._putting: set[ChunkKey] = set()
         self._unreadable = Unreadable()
+        self._loaded = Loaded()
         self._lock = threading.Lock()
         self._pool = threading.Lock()  # held while LMCache's memory is read for a put
         self._pool_closed = False
@@ -242,11 +244,13 @@ class LynxBackend(StoragePluginInterface):
         found: list[torch.Tensor | None] = [None] * len(keys)
         with self._reported("get"):
             found = self._store.get_many(keys, target, refused.add)
-        for i, key in enumerate(keys):
-            if found[i] is None and i in objects:
+        for i, (key, kv) in enumerate(zip(keys, found, strict=True)):
+            if kv is not None:
+                self._loaded.note(key, kv)
+            elif i in objects:
                 objects.pop(i).ref_count_down()
             if i not in no_memory:
-                self._unreadable.note(key, found[i] is not None, i in refused)
+                self._unreadable.note(key, kv is not None, i in refused)
         return [objects.get(i) for i in range(len(keys))]
 
     def _allocate(self, layout: KVLayout, deadline: float) -> MemoryObj | None:
@@ -335,17 +339,19 @@ class LynxBackend(StoragePluginInterface):
             self._putting.discard(key)
 
     def _is_kept(self, key: ChunkKey) -> bool:
-        """Whether this node has the chunk.
-
-        LMCache also hands over what it has loaded before; that would be quantized a second time.
-        """
+        """Whether this node has the chunk."""
         (there,) = self._store.lookup([key], here=True)
         return there is Presence.FULL and key not in self._unreadable
 
     def _encode(self, key: ChunkKey, obj: MemoryObj) -> EncodedChunk | None:
-        """The chunk's objects, or None when LMCache has freed its memory."""
+        """The chunk's objects; None for what was loaded, or when LMCache has freed its memory."""
         with self._pool:
-            return None if self._pool_closed else self._store.encode(key, self._checked_view(obj))
+            if self._pool_closed:
+                return None
+            kv = self._checked_view(obj)
+            if self._loaded.is_what_was_loaded(key, kv):
+                return None
+            return self._store.encode(key, kv)
 
     def _finished(self, key: ChunkKey, obj: MemoryObj) -> None:
         obj.ref_count_down()
