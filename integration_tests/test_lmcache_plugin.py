@@ -190,6 +190,72 @@ def test_tags_separate_tenants_and_adapters(tmp_path):
         assert len(keys) == 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"local_cpu": True}])
+def test_clear_forgets_everything_of_this_model_and_nothing_else(tmp_path, settings):
+    kv = cache(len(TOKENS))
+    lynx = {"nvme": nvme(tmp_path / "kv")["nvme"]}  # and in memory
+    tagged = {"lmcache.tag.lora": "an-adapter"}
+    slots = torch.arange(len(TOKENS))
+
+    def store(one: Any, **tags: Any) -> None:
+        one.lmcache.store(torch.tensor(TOKENS), kvcaches=kv, slot_mapping=slots, **tags)
+        assert one.lynx.flush(60)
+
+    with engine(tmp_path, lynx, model="another") as other, engine(tmp_path, lynx) as one:
+        store(other)
+        store(one)
+        store(one, request_configs=tagged)
+        with engine(tmp_path, lynx, **settings) as restarted:  # has met no key yet
+            assert restarted.lmcache.clear() == FULL
+            assert restarted.lookup(TOKENS) == 0
+        found = one.lmcache.lookup(torch.tensor(TOKENS), request_configs=tagged)
+        assert found == FULL
+        assert one.lmcache.clear() >= FULL  # what it had in memory, and the tagged ones
+        assert one.lookup(TOKENS) == 0
+        assert one.lmcache.lookup(torch.tensor(TOKENS), request_configs=tagged) == 0
+        assert len(objects(tmp_path / "kv")) == 6
+        assert_same(other.request(TOKENS), q_full(kv, FULL))
+        store(one)
+        assert_same(one.request(TOKENS), q_full(kv, FULL))
+
+
+def test_clear_waits_for_what_is_being_stored(tmp_path, monkeypatch):
+    kv = cache(len(TOKENS))
+    stopped, go_on = threading.Event(), threading.Event()
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        (tier,) = one.lynx.store.tiers
+        put = tier.put
+
+        def slow(*args: Any) -> None:
+            stopped.set()
+            assert go_on.wait(60)
+            put(*args)
+
+        monkeypatch.setattr(tier, "put", slow)
+        one.store(TOKENS, kv, flush=False)
+        assert stopped.wait(60)
+        clearing = threading.Thread(target=one.lmcache.clear)
+        clearing.start()
+        go_on.set()
+        clearing.join(60)
+        assert one.lynx.flush(60)
+        assert one.lookup(TOKENS) == 0
+        assert not objects(tmp_path / "kv")
+
+
+def test_clear_says_when_a_tier_may_have_kept_something(tmp_path, monkeypatch):
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, cache(len(TOKENS)))
+        (tier,) = one.lynx.store.tiers
+
+        def broken(*args: Any) -> None:
+            raise TierError("the disk is gone")
+
+        monkeypatch.setattr(tier, "delete", broken)
+        with pytest.raises(TierError, match=r"do it again \(nvme: the disk is gone"):
+            one.lmcache.clear()
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 

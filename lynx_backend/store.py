@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
@@ -26,6 +26,7 @@ from .errors import (
     CorruptObjectError,
     FormatMismatchError,
     InvalidInputError,
+    TierError,
 )
 from .keys import ChunkKey, ObjectName, Part
 from .layout import KVLayout
@@ -232,6 +233,30 @@ class ChunkStore:
         for part in Part:
             for access in self._accesses:
                 access.delete([key.object(part) for key in keys])
+
+    def clear(self, identities: Collection[bytes]) -> int:
+        """Forget all chunks of some identities, in this node's tiers.
+
+        Args:
+            identities: as in ``ChunkKey.identity``.
+
+        Returns:
+            how many there were, counted in each tier.
+
+        Raises:
+            TierError: a tier failed, so that some may be left; the others are cleared.
+        """
+        chunks = 0
+        failed: list[str] = []
+        # Slower tiers first: what one of them answered last may wait to be promoted into the next.
+        for access in reversed(self._accesses):
+            try:
+                chunks += access.clear(identities)
+            except TierError as e:  # noqa: PERF203 - a tier that fails must not spare the others
+                failed.append(f"{access.name}: {e}")
+        if failed:
+            raise TierError(f"not everything is cleared; do it again ({'; '.join(failed)})")
+        return chunks
 
     # -- objects, for the progressive path and transports ------------------------------------------
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from . import metrics, wire
 from .errors import CorruptObjectError, FormatMismatchError, TierError
-from .keys import ChunkKey, ObjectName
+from .keys import ChunkKey, ObjectName, Part
 from .logs import warn_limited
 from .tiers import Tier
 from .tiers.write_behind import WriteBehind
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 Check = Callable[[ObjectName, wire.Buffer], wire.Header]
 
 _MEASURE_SECONDS = 1.0
+#: Objects that :meth:`TierAccess.clear` deletes by one call, during which others may have to wait.
+_CLEARED_AT_A_TIME = 1000
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Trouble:
 
 
 class TierAccess:
-    """Puts objects into a tier, now or later, and takes checked ones out. Never raises TierError.
+    """Puts objects into a tier, now or later, and takes checked ones out.
+
+    Only :meth:`clear` raises TierError.
 
     Args:
         tier: closed with this.
@@ -163,6 +168,24 @@ class TierAccess:
         with self._guarded("delete"):
             self.tier.delete(names)
 
+    def clear(self, identities: Collection[bytes]) -> int:
+        """Remove all objects of some identities, also those that wait to be written.
+
+        Returns:
+            how many chunks' anchors were removed.
+
+        Raises:
+            TierError: some may be left.
+        """
+        if self._queue is not None:
+            self._queue.discard(_ChunksOf(identities))
+        names = (name for name in self.tier.names() if name.key.identity in identities)
+        anchors = 0
+        while batch := list(islice(names, _CLEARED_AT_A_TIME)):
+            self.tier.delete(batch)
+            anchors += sum(name.part is Part.ANCHOR for name in batch)
+        return anchors
+
     def discard(self, names: Sequence[ObjectName], why: Exception) -> None:
         """Remove objects that are of no use to anyone, and say so."""
         self._report(why, f"removing {', '.join(map(str, names))}")
@@ -248,3 +271,13 @@ class TierAccess:
             metrics.TIER_CAPACITY_BYTES.labels(self.name).set(stats.capacity_bytes)
             if stats.anchor_only is not None:
                 metrics.ANCHOR_ONLY_CHUNKS.labels(self.name).set(stats.anchor_only)
+
+
+@dataclass(frozen=True)
+class _ChunksOf:
+    """All chunks of some identities, as a container."""
+
+    identities: Collection[bytes]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, ChunkKey) and key.identity in self.identities

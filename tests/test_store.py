@@ -16,6 +16,7 @@ from lynx_backend import (
     ConfigError,
     InvalidInputError,
     TierError,
+    tier_access,
 )
 from lynx_backend.codec import Calibration
 from lynx_backend.config import LynxConfig
@@ -380,6 +381,60 @@ def test_wrong_input_is_the_callers_to_see(store: ChunkStore):
         ChunkStore(Codec(), [])
     with pytest.raises(InvalidInputError, match="different names"):
         ChunkStore(Codec(), [MemoryTier(1), MemoryTier(1)])
+
+
+def test_clear_removes_identities_from_all_tiers(store: ChunkStore):
+    other = ChunkKey(b"o" * 16, bytes(16))
+    for key in (*KEYS, other):
+        assert store.put(key, cache())
+    store.tiers[0].delete([KEYS[0].object(Part.RESIDUAL)])
+    assert store.clear({KEYS[0].identity, b"?" * 16}) == 2 * len(KEYS)
+    assert [sorted(tier.names()) for tier in store.tiers] == [
+        [other.object(part) for part in Part]
+    ] * 2
+    assert store.clear({KEYS[0].identity}) == 0
+
+
+def test_clear_goes_in_batches_and_on_when_a_tier_fails(store: ChunkStore, monkeypatch):
+    monkeypatch.setattr(tier_access, "_CLEARED_AT_A_TIME", 3)
+    for key in KEYS:
+        assert store.put(key, cache())
+    memory, nvme = store.tiers
+
+    def broken(_: object) -> None:
+        raise TierError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvme, "delete", broken)
+        with pytest.raises(TierError, match="nvme: no"):
+            store.clear({KEYS[0].identity})
+    assert not list(memory.names())
+    assert store.clear({KEYS[0].identity}) == len(KEYS)
+    assert not list(nvme.names())
+
+
+def test_clear_drops_what_waits_to_be_written(tmp_path: Path, monkeypatch):
+    nvme = NvmeTier(tmp_path, 1 << 20)
+    store = ChunkStore(Codec(), [nvme], write_behind_bytes=1 << 20)
+    stopped, go_on = threading.Event(), threading.Event()
+    put = nvme.put
+
+    def slow(*args: object) -> None:
+        stopped.set()
+        assert go_on.wait(60)
+        put(*args)
+
+    monkeypatch.setattr(nvme, "put", slow)
+    for key in KEYS:
+        assert store.put(key, cache())
+    assert stopped.wait(60)
+    clearing = threading.Thread(target=store.clear, args=[{KEYS[0].identity}])
+    clearing.start()
+    go_on.set()
+    clearing.join(60)
+    assert store.flush(60)
+    assert not list(nvme.names())
+    store.close()
 
 
 def test_from_config(tmp_path: Path):

@@ -61,6 +61,7 @@ SETTING = "lynx"
 _USED = {
     CacheEngineKey: ("model_name", "world_size", "worker_id", "chunk_hash", "dtype", "tags"),
     LMCacheMetadata: (
+        "model_name",
         "kv_shape",
         "kv_dtype",
         "use_mla",
@@ -109,6 +110,8 @@ class LynxBackend(StoragePluginInterface):
         self._namespace = settings.namespace
         self._store = self._open_store(settings.config, metadata)
         self._codec = self._store.codec.spec.fingerprint
+        self._identities: set[bytes] = set()  # of all keys met
+        self._keys(_untagged_keys(metadata))
         if "PYTHONHASHSEED" not in os.environ and _is_shared(settings.config):
             logger.warning(
                 "PYTHONHASHSEED is not set: LMCache's keys are others in every process, so that "
@@ -368,9 +371,26 @@ class LynxBackend(StoragePluginInterface):
         self._puts.discard(set(ours))
         there = 0
         with self._reported("delete"):
-            there = sum(presence > Presence.ABSENT for presence in self._store.lookup(ours))
+            found = self._store.lookup(ours, here=True)
+            there = sum(presence > Presence.ABSENT for presence in found)
             self._store.remove(ours)
         return there
+
+    def clear(self) -> int:
+        """Forget all of this rank's chunks, in all tiers of this node.
+
+        Of those with tags, it knows the ones whose tags this process has met.
+
+        Returns:
+            tokens that there were in each tier; a short chunk counts as a whole one.
+
+        Raises:
+            TierError: some may be left. LMCache answers with it who asked to clear.
+        """
+        with self._lock:
+            putting = set(self._putting)
+        self._puts.discard(putting)
+        return self._store.clear(frozenset(self._identities)) * self._layout.tokens
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything handed over so far is written to all tiers; whether it is."""
@@ -403,7 +423,9 @@ class LynxBackend(StoragePluginInterface):
             rank=key.worker_id,
             salt=salt(self._namespace, key.tags or ()),
         )
-        return chunk_key(identity, key.chunk_hash)
+        ours = chunk_key(identity, key.chunk_hash)
+        self._identities.add(ours.identity)
+        return ours
 
     def _keys(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
         return [self._key(key) for key in keys]
@@ -446,6 +468,16 @@ def _check_mode(config: Any, metadata: Any, local_cpu_backend: Any) -> None:
             "Lynx reads into LMCache's CPU memory: set max_local_cpu_size above 0 (local_cpu may "
             "be false)"
         )
+
+
+def _untagged_keys(metadata: LMCacheMetadata) -> list[CacheEngineKey]:
+    """A key of each identity that chunks of this rank have when a request has no tags."""
+    # With latent attention, one rank may store for all of them, as if it were alone.
+    world_sizes = {metadata.world_size, 1 if metadata.use_mla else metadata.world_size}
+    return [
+        CacheEngineKey(metadata.model_name, size, metadata.worker_id, 0, metadata.kv_dtype)
+        for size in world_sizes
+    ]
 
 
 def _is_shared(config: LynxConfig) -> bool:
