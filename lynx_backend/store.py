@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -116,13 +117,13 @@ class ChunkStore:
             codec: instead of the one that the configuration's codec section describes.
 
         Raises:
-            ConfigError: a tier's place or the calibration file cannot be used.
-            InvalidInputError: the codec's numbers are out of range, or no tier is configured.
+            ConfigError: no tier is configured, or the place of one, a peer's address or the
+                calibration file cannot be used. What was opened is closed again.
+            InvalidInputError: the codec's numbers are out of range.
             UnsupportedError: a tier needs a package that is not installed.
         """
         codec = codec or codec_from_config(config.codec)
-        tiers = tiers_from_config(config)
-        peers = peers_from_config(config, codec) if with_peers else None
+        tiers, peers = places_from_config(config, codec, with_peers)
         return cls(codec, tiers, config.tiering.write_behind_bytes, peers)
 
     # -- chunks ------------------------------------------------------------------------------------
@@ -485,32 +486,59 @@ class StoredObjects:
         return self._store.load(name, self._here)
 
 
-def tiers_from_config(config: LynxConfig) -> list[Tier]:
-    """The tiers that a configuration describes, fastest first.
+def places_from_config(
+    config: LynxConfig, codec: Codec, with_peers: bool = True
+) -> tuple[list[Tier], PeerTier | None]:
+    """The tiers and the peers of a store that a configuration describes.
 
     Raises:
         as ``ChunkStore.from_config``.
     """
+    redis = config.redis.url is not None and config.redis.tier
+    if not (config.memory.enabled or config.nvme.path is not None or redis):
+        raise ConfigError(
+            "no place to keep objects in is configured: set nvme.path, redis.url (with redis.tier) "
+            "or memory.enabled; peers are only read from"
+        )
+    with ExitStack() as undo:
+        tiers = tiers_from_config(config)
+        for tier in tiers:
+            undo.callback(tier.close)
+        peers = peers_from_config(config, codec) if with_peers else None
+        undo.pop_all()
+    return tiers, peers
+
+
+def tiers_from_config(config: LynxConfig) -> list[Tier]:
+    """The tiers that a configuration describes, fastest first.
+
+    Raises:
+        as ``ChunkStore.from_config``, but there may be none.
+    """
     tiers: list[Tier] = []
     memory, nvme = config.memory, config.nvme
-    if memory.enabled:
-        pinned = torch.cuda.is_available() if memory.pinned is None else memory.pinned
-        limits = (memory.max_bytes, memory.quota_bytes, memory.low_watermark)
-        tiers.append(MemoryTier(*limits, pinned=pinned))
-    if nvme.path is not None:
-        tier = NvmeTier(
-            nvme.path,
-            nvme.max_bytes,
-            nvme.min_free_bytes,
-            nvme.direct,
-            nvme.quota_bytes,
-            nvme.low_watermark,
-        )
-        tiers.append(GuardedTier(tier))
-    if config.redis.url is not None and config.redis.tier:
-        from .tiers.redis import RedisTier  # needs a package that not everybody has
+    with ExitStack() as undo:
+        if memory.enabled:
+            pinned = torch.cuda.is_available() if memory.pinned is None else memory.pinned
+            limits = (memory.max_bytes, memory.quota_bytes, memory.low_watermark)
+            tiers.append(MemoryTier(*limits, pinned=pinned))
+            undo.callback(tiers[-1].close)
+        if nvme.path is not None:
+            tier = NvmeTier(
+                nvme.path,
+                nvme.max_bytes,
+                nvme.min_free_bytes,
+                nvme.direct,
+                nvme.quota_bytes,
+                nvme.low_watermark,
+            )
+            tiers.append(GuardedTier(tier))
+            undo.callback(tiers[-1].close)
+        if config.redis.url is not None and config.redis.tier:
+            from .tiers.redis import RedisTier  # needs a package that not everybody has
 
-        tiers.append(GuardedTier(RedisTier(config.redis), full_is_failure=True))
+            tiers.append(GuardedTier(RedisTier(config.redis), full_is_failure=True))
+        undo.pop_all()
     return tiers
 
 

@@ -455,6 +455,25 @@ def test_from_config(tmp_path: Path):
         ChunkStore.from_config(LynxConfig.load(inline=bad, environ={}))
 
 
+def test_from_config_without_a_tier_opens_nothing():
+    pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
+    before = threading.enumerate()
+    inline = {"memory": {"enabled": False}, "peers": {"nodes": "127.0.0.1:7439"}}
+    with pytest.raises(ConfigError, match=r"set nvme\.path, redis\.url .* or memory\.enabled"):
+        ChunkStore.from_config(LynxConfig.load(inline=inline, environ={}))
+    assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("bad", [{"nvme": {"path": "/dev/null"}}, {"peers": {"nodes": "nowhere"}}])
+def test_from_config_closes_what_it_opened(bad: dict[str, object], monkeypatch):
+    closed: list[Tier] = []
+    monkeypatch.setattr(MemoryTier, "close", lambda tier: closed.append(tier))
+    inline = {"memory": {"max_bytes": "1MiB"}, **bad}
+    with pytest.raises(ConfigError):
+        ChunkStore.from_config(LynxConfig.load(inline=inline, environ={}))
+    assert [tier.name for tier in closed] == ["memory"]
+
+
 def test_objects_as_a_transports_source(store: ChunkStore):
     store.put(KEYS[0], cache())
     source = StoredObjects(store)

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from ...codec import Codec
 from ...keys import CacheIdentity, ChunkKey
 from ...layout import KVLayout
-from ...store import (
-    CLOSE_SECONDS,
-    ChunkStore,
-    codec_from_config,
-    peers_from_config,
-    tiers_from_config,
-)
+from ...store import CLOSE_SECONDS, ChunkStore, codec_from_config, places_from_config
 from .chunk_layouts import ChunkLayout
 from .keys import chunk_key, salt
 from .settings import Settings, rank_calibration
@@ -50,8 +44,7 @@ class RankStores:
         self._queue_bytes = config.tiering.write_behind_bytes
         self.codec = codec_from_config(config.codec)
         self._fingerprint = self.codec.spec.fingerprint
-        self._tiers = tiers_from_config(config)
-        self._peers = peers_from_config(config, self.codec)
+        self._tiers, self._peers = places_from_config(config, self.codec)
         #: for what needs no codec: lookups, sizes, removal of any rank's chunks
         self.any = self._open(self.codec)
         self._stores: dict[tuple[KVLayout, Rank], ChunkStore] = {}
