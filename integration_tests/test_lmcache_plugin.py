@@ -504,6 +504,33 @@ def test_no_room_in_lmcaches_memory_is_a_miss(tmp_path, monkeypatch):
         assert one.pool_bytes_in_use() == 0
 
 
+def test_an_exception_from_lmcaches_memory_costs_one_chunk(tmp_path, monkeypatch):
+    kv = cache(len(TOKENS))
+    before = errors("RuntimeError")
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        one.store(TOKENS, kv)
+        pool = one.lynx.local_cpu_backend
+        allocate, calls = pool.allocate, iter(range(9))
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 1:
+                raise RuntimeError("the allocator is broken")
+            return allocate(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "allocate", broken)
+            keys = [key for _, _, key in one.lmcache.token_database.process_tokens(TOKENS)][:3]
+            found = one.lynx.batched_get_blocking(keys)
+        assert [each is not None for each in found] == [True, False, True]
+        for each in found:
+            if each is not None:
+                each.ref_count_down()
+        assert errors("RuntimeError") - before == 1
+        assert one.lookup(TOKENS) == FULL  # it is there all the same
+        assert_same(one.request(TOKENS), q_full(kv, FULL))
+        assert one.pool_bytes_in_use() == 0
+
+
 def test_a_cache_of_nan_is_not_stored(tmp_path):
     kv = cache(len(TOKENS))
     kv[:, :, CHUNK + 5] = float("nan")

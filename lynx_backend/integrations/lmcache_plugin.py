@@ -237,11 +237,14 @@ class LynxBackend(StoragePluginInterface):
             if layout != self._layout.with_tokens(min(layout.tokens, self._layout.tokens)):
                 refused.add(i)
                 return None
-            if i not in objects and (made := self._allocate(layout, deadline)) is not None:
-                objects[i] = made
             if i not in objects:
-                no_memory.add(i)
-                return None
+                made: MemoryObj | None = None
+                with self._reported("allocate memory"):
+                    made = self._allocate(layout, deadline)
+                if made is None:
+                    no_memory.add(i)
+                    return None
+                objects[i] = made
             return self._view(objects[i], layout)
 
         found: list[torch.Tensor | None] = [None] * len(keys)
