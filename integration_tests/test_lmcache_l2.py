@@ -29,7 +29,7 @@ from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 
 from lynx_backend import metrics
-from lynx_backend.codec import Calibration
+from lynx_backend.codec import Calibration, Codec
 from lynx_backend.errors import ConfigError, TierError, UnsupportedError
 from lynx_backend.integrations import lmcache_l2
 from lynx_backend.integrations.lmcache import failures
@@ -461,6 +461,40 @@ def test_a_tier_that_fails(opened, monkeypatch):
         assert not status["tiers"]["nvme"]["answers"]
         assert len(client.adapter.list_l2_keys().entries) == 1  # not known to be gone
     assert client.adapter.report_status()["tiers"]["nvme"]["paused"]
+
+
+def test_an_error_is_shown_until_the_next_task_of_its_kind_works(opened, monkeypatch):
+    client = opened()
+    adapter = client.adapter
+    client.store([key(0)], [memory_object(chunk())])
+
+    def broken(*args):
+        raise RuntimeError("once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter._stores.any, "remove", broken)
+        adapter.delete([key(0)])
+    assert adapter.report_status()["failing"] == {"delete": "RuntimeError: once"}
+    client.lookup([key(1)])
+    assert not adapter.report_status()["is_healthy"]
+    adapter.delete([key(0)])
+    assert adapter.report_status()["is_healthy"]
+    assert client.lookup([key(0)]) == []
+
+
+def test_kernels_that_do_not_compile_are_an_error_until_a_load_works(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Codec, "encode", broken)
+        client = Client(LynxL2Adapter(config(tmp_path)))
+        wait_until(lambda: client.adapter.report_status()["failing"])
+    assert not client.adapter.report_status()["is_healthy"]
+    client.store([key(0)], [memory_object(chunk())])
+    assert client.load([key(0)], [memory_object(torch.zeros_like(chunk()))]) == [0]
+    assert client.adapter.report_status()["is_healthy"]
+    client.adapter.close()
 
 
 def test_close_ends_every_thread_and_descriptor(tmp_path):

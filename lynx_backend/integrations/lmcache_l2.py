@@ -387,7 +387,7 @@ class LynxL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Forget objects that are not locked; absent ones are no error."""
-        with self._reported("delete"):
+        with self._task("delete"):
             free = self._index.unlocked(keys)
             chunks = self._index.chunks(free)
             for key in free:
@@ -488,11 +488,9 @@ class LynxL2Adapter(L2AdapterInterface):
             tasks.finish(task, result)
 
         def job() -> None:
-            result, before = failed, self._reports[op]
-            with self._reported(op):
+            result = failed
+            with self._task(op):
                 result = run(*args)
-            if self._reports[op] == before:
-                self._failing.pop(op, None)
             finish(result)
 
         def done(future: Future[None]) -> None:
@@ -512,7 +510,7 @@ class LynxL2Adapter(L2AdapterInterface):
         layers, heads, head_dim = (1, 1, 64) if known is None else known.priority.shape
         # Those of the other width, if they are needed, are compiled then.
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        with self._reported("compile"):
+        with self._task("load"):  # what cannot be compiled cannot be loaded, until it can
             kv = torch.zeros(2, layers, 32, heads, head_dim, dtype=dtype)
             codec.decode(*codec.encode(kv))
 
@@ -538,6 +536,15 @@ class LynxL2Adapter(L2AdapterInterface):
 
     def _answering(self) -> bool:
         return len(self._stats()) == len(self._tiers)
+
+    @contextmanager
+    def _task(self, op: str) -> Iterator[None]:
+        """:meth:`_reported`; when nothing went wrong, what was said of the last task is over."""
+        before = self._reports[op]
+        with self._reported(op):
+            yield
+        if self._reports[op] == before:
+            self._failing.pop(op, None)
 
     @contextmanager
     def _reported(self, op: str) -> Iterator[None]:
