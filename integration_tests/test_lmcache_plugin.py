@@ -21,7 +21,7 @@ from _redis_servers import Server, needs_redis, running, wait_until
 
 from lynx_backend.errors import TierError, UnsupportedError
 
-from _lmcache import CHUNK, PLUGIN, assert_same, cache, engine, q_full  # isort: skip
+from _lmcache import CHANNELS, CHUNK, LAYERS, PLUGIN, assert_same, cache, engine, q_full  # isort: skip
 from lynx_backend.integrations import lmcache_plugin  # isort: skip
 from lynx_backend.integrations.lmcache import failures  # isort: skip
 
@@ -502,6 +502,28 @@ def test_no_room_in_lmcaches_memory_is_a_miss(tmp_path, monkeypatch):
         assert errors("NoHostMemory") > before
         assert one.lookup(TOKENS) == FULL  # it is there all the same
         assert one.pool_bytes_in_use() == 0
+
+
+@pytest.mark.parametrize("write_behind", [0, "64MiB"])
+def test_completion_is_told_of_what_is_kept_alone(tmp_path, write_behind):
+    told: list[Any] = []
+    fits = {**nvme(tmp_path / "kv"), "tiering": {"write_behind_bytes": write_behind}}
+    tiny = {**nvme(tmp_path / "tiny", max_bytes=1000), "tiering": fits["tiering"]}
+    for lynx, kept in ((fits, 3), (tiny, 0)):
+        with engine(tmp_path, lynx) as one:
+            keys = [key for _, _, key in one.lmcache.token_database.process_tokens(TOKENS)][:3]
+            shape = torch.Size((2, LAYERS, CHUNK, CHANNELS))
+            pool = one.lynx.local_cpu_backend
+            given = [pool.allocate(shape, torch.bfloat16) for _ in keys]
+            for each in given:
+                each.tensor.copy_(cache(CHUNK))
+            for _ in range(2):  # new, and known already
+                told.clear()
+                one.lynx.batched_submit_put_task(keys, given, on_complete_callback=told.append)
+                assert one.lynx.flush(60)
+                assert told == keys[:kept]
+            for each in given:
+                each.ref_count_down()
 
 
 def test_an_exception_from_lmcaches_memory_costs_one_chunk(tmp_path, monkeypatch):

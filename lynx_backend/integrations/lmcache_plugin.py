@@ -288,7 +288,11 @@ class LynxBackend(StoragePluginInterface):
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Keep chunks later, in order; what has no room in the queue is skipped, and counted."""
+        """Keep chunks later, in order; what has no room in the queue is skipped, and counted.
+
+        Args:
+            on_complete_callback: called for each chunk that a tier of this node has in the end.
+        """
         for theirs, obj in zip(keys, objs, strict=False):
             key = self._key(theirs)
             with self._lock:
@@ -332,15 +336,17 @@ class LynxBackend(StoragePluginInterface):
         try:
             with self._reported("put"):
                 try:
-                    kept = self._is_kept(key)
-                    chunk = None if kept else self._encode(key, obj)
+                    chunk = None if self._is_kept(key) else self._encode(key, obj)
                 finally:
                     obj.ref_count_down()  # writing does not need LMCache's memory any more
                 if chunk is not None and self._store.write(chunk, _WRITE_SECONDS):
                     self._unreadable.discard(key)
-                    kept = True
-                if kept and callback is not None and self._store.flush(_WRITE_SECONDS):
-                    callback(theirs)
+                if callback is not None:
+                    self._store.flush(
+                        _WRITE_SECONDS
+                    )  # what was to be written later may have failed
+                    if self._is_kept(key):
+                        callback(theirs)
         finally:
             self._putting.discard(key)
 
