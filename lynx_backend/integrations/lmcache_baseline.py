@@ -49,7 +49,10 @@ class PlainStore:
         return [Presence.ABSENT if size is None else Presence.FULL for size in sizes]
 
     def get_many(
-        self, keys: Sequence[ChunkKey], target: Callable[[int, KVLayout], torch.Tensor | None]
+        self,
+        keys: Sequence[ChunkKey],
+        target: Callable[[int, KVLayout], torch.Tensor | None],
+        refused: Callable[[int], object],
     ) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
         for i, data in enumerate(self._tier.get_many([_name(key) for key in keys])):
