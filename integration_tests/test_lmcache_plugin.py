@@ -580,6 +580,43 @@ def test_close_ends_every_thread(tmp_path):
     assert lynx_threads() == before
 
 
+def test_closing_takes_no_longer_than_lmcache_waits(tmp_path, monkeypatch):
+    """Encoding may use up its part of the time once, and the store gets what is left of all."""
+    monkeypatch.setattr(lmcache_plugin, "_CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(lmcache_plugin, "_ENCODE_SECONDS", 0.2)
+    encoding, go_on = threading.Event(), threading.Event()
+    given: list[tuple[str, float]] = []
+    with engine(tmp_path, nvme(tmp_path / "kv")) as one:
+        puts, store = one.lynx._puts, one.lynx.store
+        encode, stop, close = store.encode, puts.close, store.close
+
+        def slow(*args: Any) -> Any:
+            encoding.set()
+            assert go_on.wait(60)
+            return encode(*args)
+
+        def stop_encoding(seconds: float) -> int:
+            given.append(("encode", seconds))
+            left = stop(seconds)
+            go_on.set()
+            return left
+
+        def close_store(seconds: float) -> None:
+            given.append(("write", seconds))
+            close(seconds)
+
+        monkeypatch.setattr(store, "encode", slow)
+        monkeypatch.setattr(puts, "close", stop_encoding)
+        monkeypatch.setattr(store, "close", close_store)
+        one.store(TOKENS, cache(len(TOKENS)), flush=False)
+        assert encoding.wait(60)
+    # LMCache closes its memory first, and then Lynx.
+    assert [what for what, _ in given] == ["encode", "encode", "write"]
+    assert given[0][1] <= 0.2
+    assert given[1][1] == 0.0
+    assert given[2][1] <= 0.3
+
+
 def test_a_process_that_closes_nothing_ends_and_keeps_what_it_stored(tmp_path):
     """vLLM does not close LMCache in-process."""
     script = f"""

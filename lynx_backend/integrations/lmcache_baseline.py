@@ -76,7 +76,7 @@ class PlainStore:
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         self._tier.delete([_name(key) for key in keys])
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         self._tier.close()
 
 

@@ -73,7 +73,8 @@ _USED = {
     TensorMemoryObj: ("tensor", "get_size", "get_shape", "ref_count_up", "ref_count_down"),
     MemoryFormat: ("KV_2LTD", "KV_MLA_FMT"),
 }
-_CLOSE_SECONDS = 5.0  # LMCache gives all its backends 10
+_CLOSE_SECONDS = 9.0  # LMCache gives all its backends 10
+_ENCODE_SECONDS = 5.0  # of these, for chunks that wait to be encoded; then all are to be written
 _WRITE_SECONDS = 30.0
 _ALLOCATE_SECONDS = 2.0
 #: Most bytes of decoded cache read from the tiers at a time.
@@ -126,6 +127,7 @@ class LynxBackend(StoragePluginInterface):
         self._lock = threading.Lock()
         self._pool = threading.Lock()  # held while LMCache's memory is read for a put
         self._pool_closed = False
+        self._closing_since: float | None = None
         self._readers = ThreadPoolExecutor(2, "lynx-lmcache-get")
         if local_cpu_backend is not None:
             _close_first(local_cpu_backend, self._stop_encoding)
@@ -412,13 +414,21 @@ class LynxBackend(StoragePluginInterface):
         """Finish what was handed over, for some seconds at most, and end all threads."""
         self._stop_encoding()
         self._readers.shutdown(cancel_futures=True)
-        self._store.close()
+        self._store.close(self._left_to_close(_CLOSE_SECONDS))
 
     def _stop_encoding(self) -> None:
-        if left := self._puts.close(_CLOSE_SECONDS):
+        if left := self._puts.close(self._left_to_close(_ENCODE_SECONDS)):
             logger.warning("closed with %d chunks not stored", left)
         with self._pool:
             self._pool_closed = True
+
+    def _left_to_close(self, seconds: float) -> float:
+        """What is left of so many seconds since closing began, which is when first asked."""
+        now = time.monotonic()
+        with self._lock:
+            if self._closing_since is None:
+                self._closing_since = now
+            return max(0.0, self._closing_since + seconds - now)
 
     # -- details -----------------------------------------------------------------------------------
 
