@@ -89,9 +89,14 @@ def test_limits_out_of_range(tmp_path, max_bytes, min_free_bytes):
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "tier").write_text("mine")
     for path in (tmp_path / "tier", tmp_path / "tier" / "below"):
-        with pytest.raises(ConfigError, match=r"tier.*move"):
+        with pytest.raises(ConfigError, match=r"tier.* move .*away, or choose another"):
             NvmeTier(path, ROOM)
     assert (tmp_path / "tier").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(ConfigError, match=r"no such folder; .* or choose another folder"):
+        NvmeTier("/proc/no/kv", ROOM)
 
 
 def test_a_file_in_the_place_of_a_fan_out_folder(tmp_path):
