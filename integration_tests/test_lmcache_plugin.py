@@ -658,6 +658,17 @@ def test_unseeded_keys_are_a_warning_where_tiers_outlive_the_process(tmp_path, m
         assert "export PYTHONHASHSEED" in _own(caplog)
 
 
+def test_no_settings_are_a_warning_that_says_where_they_belong(tmp_path, caplog):
+    misplaced = {**PLUGIN, "nvme": {"path": str(tmp_path / "kv")}}
+    with engine(tmp_path, {}, extra_config=misplaced) as one:
+        assert one.has_lynx
+        assert "keeps 4 GiB in this process's memory" in _own(caplog)
+        assert "extra_config.lynx" in _own(caplog)
+    caplog.clear()
+    with engine(tmp_path, {"memory": {"max_bytes": "1GiB"}}):
+        assert "no settings found" not in _own(caplog)
+
+
 def _own(caplog: pytest.LogCaptureFixture) -> str:
     return "".join(r.getMessage() for r in caplog.records if r.name.startswith("lynx_backend"))
 

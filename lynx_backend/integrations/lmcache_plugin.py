@@ -113,11 +113,7 @@ class LynxBackend(StoragePluginInterface):
         self._codec = self._store.codec.spec.fingerprint
         self._identities: set[bytes] = set()  # of all keys met
         self._keys(_untagged_keys(metadata))
-        if "PYTHONHASHSEED" not in os.environ and _is_shared(settings.config):
-            logger.warning(
-                "PYTHONHASHSEED is not set: LMCache's keys are others in every process, so that "
-                "none finds what another stored; export PYTHONHASHSEED=0 for all of them"
-            )
+        _warn_of(settings.config)
         # Waiting chunks lie in LMCache's own memory, which must not run out for it.
         pool_bytes = int(config.max_local_cpu_size * 1024**3)
         self._puts = WriteBehind("lynx-lmcache-put", max(1, pool_bytes // 2), workers=1)
@@ -497,6 +493,24 @@ def _untagged_keys(metadata: LMCacheMetadata) -> list[CacheEngineKey]:
         CacheEngineKey(metadata.model_name, size, metadata.worker_id, 0, metadata.kv_dtype)
         for size in world_sizes
     ]
+
+
+def _warn_of(config: LynxConfig) -> None:
+    """Log a warning about settings that work, but hardly as they were meant."""
+    if not config.origins:
+        logger.warning(
+            "no settings found, so Lynx keeps %.0f GiB in this process's memory and nothing "
+            "elsewhere. They belong into extra_config.%s of LMCache's configuration, as "
+            "{nvme: {path: /mnt/nvme/lynx}} or the path of a Lynx YAML file; or into LYNX_CONFIG "
+            "or LYNX_* variables",
+            config.memory.max_bytes / 1024**3,
+            SETTING,
+        )
+    if "PYTHONHASHSEED" not in os.environ and _is_shared(config):
+        logger.warning(
+            "PYTHONHASHSEED is not set: LMCache's keys are others in every process, so that "
+            "none finds what another stored; export PYTHONHASHSEED=0 for all of them"
+        )
 
 
 def _is_shared(config: LynxConfig) -> bool:
