@@ -340,9 +340,7 @@ class LynxBackend(StoragePluginInterface):
                 if chunk is not None and self._store.write(chunk, _WRITE_SECONDS):
                     self._unreadable.discard(key)
                 if callback is not None:
-                    self._store.flush(
-                        _WRITE_SECONDS
-                    )  # what was to be written later may have failed
+                    self._store.flush(_WRITE_SECONDS)  # what is written later may fail
                     if self._is_kept(key):
                         callback(theirs)
         finally:
