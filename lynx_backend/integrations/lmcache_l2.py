@@ -249,17 +249,26 @@ class LynxL2Adapter(L2AdapterInterface):
                 kept[key] = (chunk, size)
                 continue
             with self._reported("store"):
-                store = self._stores.of(layout.kv, key.kv_rank)
-                encoded = store.encode(chunk, layout.unpack(buffer))
-                size = sum(len(data) for _, data in encoded)
-                if not store.write(encoded):
-                    raise TierError("no tier took the chunk")
+                size = self._keep(key.kv_rank, layout, buffer, chunk)
                 kept[key] = (chunk, size)
                 written += size
-                self._unreadable.discard(chunk)
-        if new := self._index.add(kept):
-            self._notify_keys_stored(list(new), list(new.values()))
+        self._remember(kept)
         return L2StoreResult(len(kept) == len(set(keys)), written)
+
+    def _keep(
+        self, kv_rank: int, layout: ChunkLayout, buffer: torch.Tensor, chunk: ChunkKey
+    ) -> int:
+        """Encode and write a chunk; bytes of its objects.
+
+        Raises:
+            LynxError: it cannot be encoded, or no tier took it.
+        """
+        store = self._stores.of(layout.kv, kv_rank)
+        encoded = store.encode(chunk, layout.unpack(buffer))
+        if not store.write(encoded):
+            raise TierError("no tier took the chunk")
+        self._unreadable.discard(chunk)
+        return sum(len(data) for _, data in encoded)
 
     def _check(self, key: ObjectKey, layout: ChunkLayout, buffer: torch.Tensor) -> None:
         """Refuse a model whose chunks show that its buffers have another layout.
@@ -316,8 +325,7 @@ class LynxL2Adapter(L2AdapterInterface):
                 found.set(i)
                 hits[keys[i]] = (chunk, size)
         self._index.lock(hits)
-        if new := self._index.add(hits):
-            self._notify_keys_stored(list(new), list(new.values()))
+        self._remember(hits)
         if known := self._index.chunks(gone):
             self._forget_gone(known)
         return found
@@ -405,6 +413,11 @@ class LynxL2Adapter(L2AdapterInterface):
             self._notify_keys_deleted(list(known), list(known.values()))
 
     # -- what there is -----------------------------------------------------------------------------
+
+    def _remember(self, found: Mapping[ObjectKey, tuple[ChunkKey, int]]) -> None:
+        """Add keys to the index, each with its chunk and that one's bytes."""
+        if new := self._index.add(found):
+            self._notify_keys_stored(list(new), list(new.values()))
 
     def register_listener(self, listener: L2AdapterListener) -> None:
         """Also tells the listener of what earlier processes stored, so that it counts, too."""
