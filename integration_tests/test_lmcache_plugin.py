@@ -219,6 +219,28 @@ def test_clear_forgets_everything_of_this_model_and_nothing_else(tmp_path, setti
         assert_same(one.request(TOKENS), q_full(kv, FULL))
 
 
+@needs_redis
+def test_clear_reaches_a_server_and_says_when_it_does_not(tmp_path):
+    kv = cache(len(TOKENS))
+    with running(Server(tmp_path / "redis")) as server:
+        lynx = {
+            "memory": {"enabled": False},
+            "redis": {"url": server.url, "timeout_seconds": 0.5, "retries": 0},
+        }
+        with (
+            engine(tmp_path, lynx, model="another") as other,
+            engine(tmp_path, lynx) as one,
+        ):
+            other.store(TOKENS, kv)
+            one.store(TOKENS, kv)
+            assert one.lmcache.clear() == FULL
+            assert one.lookup(TOKENS) == 0
+            assert_same(other.request(TOKENS), q_full(kv, FULL))
+            server.kill()
+            with pytest.raises(TierError, match="do it again"):
+                one.lmcache.clear()
+
+
 def test_clear_waits_for_what_is_being_stored(tmp_path, monkeypatch):
     kv = cache(len(TOKENS))
     stopped, go_on = threading.Event(), threading.Event()
