@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -90,16 +91,12 @@ class PeerTier(Tier):
         with self._lock:
             known = {name: self._holders.get(name) for name in names}
         holders = self._locate(known)
-        request = f"get-{next(self._requests)}"
         until = time.monotonic() + self._timeout
-        started = {
-            name: None if holder is None else self._start(request, name, holder)
-            for name, holder in holders.items()
-        }
-        got = {
-            name: None if each is None else self._finish(request, until, *each)
-            for name, each in started.items()
-        }
+        got = self._fetch_all(holders, until)
+        # Who was remembered may have it no more, or at another size, while another peer has it.
+        stale = {n: None for n, holder in known.items() if holder is not None and got[n] is None}
+        if stale and time.monotonic() < until:
+            got |= self._fetch_all(self._locate(stale, until), until)
         return [got[name] for name in names]
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
@@ -169,7 +166,7 @@ class PeerTier(Tier):
             raise TierError("the tier of peers is closed")
 
     def _locate(
-        self, known: Mapping[ObjectName, _Holder | None]
+        self, known: Mapping[ObjectName, _Holder | None], until: float = math.inf
     ) -> dict[ObjectName, _Holder | None]:
         """Who holds each object: as ``known``, or asked of all peers now where that is nobody.
 
@@ -183,7 +180,7 @@ class PeerTier(Tier):
         found = {n: h if h is not None and h[0].node == h[1] else None for n, h in known.items()}
         missing = [name for name, holder in found.items() if holder is None]
         answered = set()
-        for peer, node, sizes in self._ask(peers, missing) if missing else ():
+        for peer, node, sizes in self._ask(peers, missing, until) if missing else ():
             answered.add(peer)
             for name, size in zip(missing, sizes, strict=True):
                 if size is None or found[name] is not None:
@@ -191,25 +188,28 @@ class PeerTier(Tier):
                 if size <= self._options.most_object_bytes:
                     found[name] = (peer, node, size)
         with self._lock:
-            for name, holder in found.items():
+            for name in missing:
+                holder = found[name]
                 if holder is not None:
                     self._holders[name] = holder
-                    self._holders.move_to_end(name)
                 elif name in self._holders and self._holders[name][0] in answered:
                     del self._holders[name]
+            for name in found:
+                if name in self._holders:
+                    self._holders.move_to_end(name)
             while len(self._holders) > _REMEMBERED:
                 self._holders.popitem(last=False)
         return found
 
     def _ask(
-        self, peers: Sequence[UcxTransport], names: Sequence[ObjectName]
+        self, peers: Sequence[UcxTransport], names: Sequence[ObjectName], until: float
     ) -> Iterator[tuple[UcxTransport, bytes | None, list[int | None]]]:
         """The answers of those peers that give one in time, all asked at once."""
         asked = []
         for peer in peers:
             with suppress(TransportError):  # closed a moment ago
                 asked.append((peer, peer.node, peer.look_up(names)))
-        until = time.monotonic() + self._options.timeout_seconds
+        until = min(until, time.monotonic() + self._options.timeout_seconds)
         for peer, node, answer in asked:
             sizes = self._answer(peer, answer, until - time.monotonic())
             if sizes is not None:
@@ -227,6 +227,25 @@ class PeerTier(Tier):
             answer.cancel()
             warn_limited(logger, "peers-lookup", "no answer from %s in time", peer)
         return None
+
+    def _fetch_all(
+        self, holders: Mapping[ObjectName, _Holder | None], until: float
+    ) -> dict[ObjectName, memoryview | None]:
+        """What the holders give in time; who does not give an object is not remembered for it."""
+        request = f"get-{next(self._requests)}"
+        started = {
+            name: None if holder is None else self._start(request, name, holder)
+            for name, holder in holders.items()
+        }
+        got = {
+            name: None if each is None else self._finish(request, until, *each)
+            for name, each in started.items()
+        }
+        with self._lock:
+            for name, holder in holders.items():
+                if got[name] is None and self._holders.get(name) is holder:
+                    self._holders.pop(name, None)
+        return got
 
     def _start(
         self, request: str, name: ObjectName, holder: _Holder

@@ -22,10 +22,10 @@ NAMES = [ChunkKey(bytes(16), bytes([i]) * 16).object(Part.ANCHOR) for i in range
 
 
 class Source:
-    """Has every object; answers when it may."""
+    """Has every object but those ``gone``; answers when it may."""
 
-    def __init__(self, size: int = SIZE) -> None:
-        self.size = size
+    def __init__(self, size: int = SIZE, gone: Sequence[ObjectName] = ()) -> None:
+        self.size, self.gone = size, set(gone)
         self.lookups, self.reads = threading.Event(), threading.Event()
         self.lookups.set()
         self.reads.set()
@@ -34,10 +34,12 @@ class Source:
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
         self.asked += 1
         assert self.lookups.wait(WAIT_SECONDS)
-        return [self.size] * len(names)
+        return [None if name in self.gone else self.size for name in names]
 
     def get(self, name: ObjectName) -> memoryview | None:
         assert self.reads.wait(WAIT_SECONDS)
+        if name in self.gone:
+            return None
         return memoryview(name.key.prefix[:1] * self.size)
 
 
@@ -118,6 +120,26 @@ def test_what_no_peer_has_any_more_is_forgotten(connect: Connect):
     source.sizes = lambda names: [None] * len(names)  # type: ignore[method-assign]
     assert tier.sizes(NAMES[:1]) == [None]
     assert tier.fetch("r", NAMES[0], memoryview(bytearray(SIZE))) is None
+
+
+def test_what_its_holder_has_no_more_comes_from_another_peer(connect: Connect):
+    first, second = Source(), Source(gone=NAMES)
+    tier = connect(first, second)
+    assert tier.sizes(NAMES) == [SIZE] * 4
+    first.gone, second.gone = set(NAMES), set()
+    assert tier.get_many(NAMES) == [bytes([i]) * SIZE for i in range(4)]
+    second.gone = set(NAMES)
+    assert tier.get_many(NAMES) == [None] * 4
+    first.gone = set()
+    assert tier.get_many(NAMES) == [bytes([i]) * SIZE for i in range(4)]
+
+
+def test_what_its_holder_has_again_at_another_size_is_found(connect: Connect):
+    source = Source()
+    tier = connect(source)
+    assert tier.get(NAMES[1]) == bytes([1]) * SIZE
+    source.size = 2 * SIZE
+    assert tier.get(NAMES[1]) == bytes([1]) * 2 * SIZE
 
 
 def test_a_size_beyond_what_is_taken_is_no_object(connect: Connect):
