@@ -8,18 +8,20 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import metrics
 from .config import LynxConfig, PeersConfig, read_secret
-from .errors import ConfigError, TierError, TransportError
+from .errors import ConfigError, TierError, TierUnavailableError, TransportError
 from .keys import ObjectName
 from .logs import warn_limited
 from .tiers.base import Buffer, Tier, TierStats
+from .tiers.breaker import PATIENCE_SECONDS, Breaker
 from .transport.client import UcxTransport
 from .transport.greeting import LinkOptions
 from .transport.member import Member
@@ -33,8 +35,6 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 #: Names whose holder is remembered between a lookup and the fetch that follows it.
 _REMEMBERED = 65536
-#: The peer, its identity when it was asked, and the object's size in bytes.
-_Holder = tuple[UcxTransport, bytes | None, int]
 
 
 class PeerTier(Tier):
@@ -42,7 +42,8 @@ class PeerTier(Tier):
 
     Who the peers are is told by :meth:`update`. A peer that is lost is a miss at once; a thread
     connects again, first soon, then every half minute. What a peer said it has and then has not,
-    is a miss.
+    is a miss. A peer that answers too late, or does not give what it said it has, is left alone for
+    a while, as a tier that fails is.
 
     Args:
         options: how to treat the peers.
@@ -74,12 +75,13 @@ class PeerTier(Tier):
                 return
             before = self._peers
             self._peers = {
-                member: before.get(member) or _Peer(member, self._options)
+                member: before.get(member) or _Peer(member, self._options, self._show)
                 for member in dict.fromkeys(members)
             }
             gone = [peer for member, peer in before.items() if member not in self._peers]
         for peer in gone:
             peer.close()
+        self._show()
 
     def put(self, name: ObjectName, data: Buffer) -> None:
         raise TierError("peers are read from only; put into a tier of this node")
@@ -113,9 +115,16 @@ class PeerTier(Tier):
         """
         with self._lock:
             holder = self._holders.get(name)
-        if holder is None or holder[0].node != holder[1]:
+        if holder is None or not _is_there(holder) or (start := holder[0].begin()) is None:
             return None
-        return holder[0].fetch(request, name, out)
+        peer = holder[0]
+        try:
+            future = peer.transport.fetch(request, name, out)
+        except BaseException:
+            peer.fetching.release()
+            raise
+        future.add_done_callback(partial(self._ended, peer, start))
+        return future
 
     def cancel(self, request: str) -> None:
         """Give up what :meth:`fetch` has started for a request, as ``Transport.cancel``."""
@@ -152,6 +161,7 @@ class PeerTier(Tier):
             self._watch.close()
         for peer in peers.values():
             peer.close()
+        self._show()
 
     @property
     def connected(self) -> list[Member]:
@@ -160,6 +170,12 @@ class PeerTier(Tier):
             return [member for member, peer in self._peers.items() if peer.transport.connected]
 
     # -- details -----------------------------------------------------------------------------------
+
+    def _show(self, _: bool = False) -> None:
+        with self._lock:
+            peers = list(self._peers.values())
+        paused = any(peer.asking.is_open or peer.fetching.is_open for peer in peers)
+        metrics.BREAKER_OPEN.labels(self.name).set(float(paused))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -174,10 +190,11 @@ class PeerTier(Tier):
         """
         self._check_open()
         with self._lock:
-            peers = [peer.transport for peer in self._peers.values() if peer.transport.connected]
+            peers = [peer for peer in self._peers.values() if peer.transport.connected]
         metrics.PEERS_CONNECTED.set(len(peers))
-        # A peer that came back as another process is another peer.
-        found = {n: h if h is not None and h[0].node == h[1] else None for n, h in known.items()}
+        peers = [peer for peer in peers if not peer.fetching.is_paused]
+        peers.sort(key=lambda peer: peer.fetching.is_open)  # rather from one that works
+        found = {n: h if h is not None and _is_there(h) else None for n, h in known.items()}
         missing = [name for name, holder in found.items() if holder is None]
         answered = set()
         for peer, node, sizes in self._ask(peers, missing, until) if missing else ():
@@ -202,30 +219,36 @@ class PeerTier(Tier):
         return found
 
     def _ask(
-        self, peers: Sequence[UcxTransport], names: Sequence[ObjectName], until: float
-    ) -> Iterator[tuple[UcxTransport, bytes | None, list[int | None]]]:
+        self, peers: Sequence[_Peer], names: Sequence[ObjectName], until: float
+    ) -> Iterator[tuple[_Peer, bytes | None, list[int | None]]]:
         """The answers of those peers that give one in time, all asked at once."""
         asked = []
         for peer in peers:
-            with suppress(TransportError):  # closed a moment ago
-                asked.append((peer, peer.node, peer.look_up(names)))
+            with suppress(TierUnavailableError, TransportError):  # paused; closed a moment ago
+                start = peer.asking.enter()
+                asked.append((peer, start, peer.transport.node, peer.transport.look_up(names)))
         until = min(until, time.monotonic() + self._options.timeout_seconds)
-        for peer, node, answer in asked:
-            sizes = self._answer(peer, answer, until - time.monotonic())
+        for peer, start, node, answer in asked:
+            sizes = self._answer(peer, start, answer, until - time.monotonic())
             if sizes is not None:
                 yield peer, node, sizes
 
     @staticmethod
     def _answer(
-        peer: UcxTransport, answer: Future[list[int | None]], seconds: float
+        peer: _Peer, start: float, answer: Future[list[int | None]], seconds: float
     ) -> list[int | None] | None:
+        failure: BaseException | None = None
         try:
             return answer.result(max(0.0, seconds))
         except (TransportError, CancelledError) as e:
-            warn_limited(logger, "peers-lookup", "no answer from %s: %s", peer, e)
+            failure = e
+            warn_limited(logger, "peers-lookup", "no answer from %s: %s", peer.transport, e)
         except FutureTimeout:
             answer.cancel()
-            warn_limited(logger, "peers-lookup", "no answer from %s in time", peer)
+            failure = TransportError("it did not answer in time")
+            warn_limited(logger, "peers-lookup", "no answer from %s in time", peer.transport)
+        finally:
+            peer.asking.leave(start, failure)
         return None
 
     def _fetch_all(
@@ -233,27 +256,39 @@ class PeerTier(Tier):
     ) -> dict[ObjectName, memoryview | None]:
         """What the holders give in time; who does not give an object is not remembered for it."""
         request = f"get-{next(self._requests)}"
-        started = {
-            name: None if holder is None else self._start(request, name, holder)
-            for name, holder in holders.items()
-        }
-        got = {
-            name: None if each is None else self._finish(request, until, *each)
-            for name, each in started.items()
-        }
+        asked = {holder[0] for holder in holders.values() if holder is not None}
+        tries = {peer: start for peer in asked if (start := peer.begin()) is not None}
+        since = time.monotonic()
+        came: set[_Peer] = set()
+        late: set[_Peer] = set()
+        try:
+            started = {
+                name: self._start(request, name, holder)
+                for name, holder in holders.items()
+                if holder is not None and holder[0] in tries
+            }
+            got: dict[ObjectName, memoryview | None] = dict.fromkeys(holders)
+            for name, each in started.items():
+                if each is not None:
+                    got[name] = self._finish(request, since, until, late, *each)
+                    if got[name] is not None:
+                        came.add(each[1])
+        finally:
+            for peer, start in tries.items():
+                peer.end(start, peer in came, peer in late)
         with self._lock:
-            for name, holder in holders.items():
-                if got[name] is None and self._holders.get(name) is holder:
+            for name in started:
+                if got[name] is None and self._holders.get(name) is holders[name]:
                     self._holders.pop(name, None)
         return got
 
     def _start(
         self, request: str, name: ObjectName, holder: _Holder
-    ) -> tuple[memoryview, UcxTransport, Future[bool]] | None:
+    ) -> tuple[memoryview, _Peer, Future[bool]] | None:
         peer, _, size = holder
         data = memoryview(bytearray(size))
         try:
-            return data, peer, peer.fetch(request, name, data)
+            return data, peer, peer.transport.fetch(request, name, data)
         except TransportError as e:  # closed since it was asked
             warn_limited(logger, "peers-fetch", "a peer did not give an object: %s", e)
             return None
@@ -261,31 +296,82 @@ class PeerTier(Tier):
     def _finish(
         self,
         request: str,
+        since: float,
         until: float,
+        late: set[_Peer],
         data: memoryview,
-        peer: UcxTransport,
+        peer: _Peer,
         future: Future[bool],
     ) -> memoryview | None:
         try:
             there = future.result(max(0.0, until - time.monotonic()))
             return data.toreadonly() if there else None
         except TransportError as e:
+            if time.monotonic() - since >= PATIENCE_SECONDS:  # what fails at once costs nothing
+                late.add(peer)
             warn_limited(logger, "peers-fetch", "a peer did not give an object: %s", e)
         except FutureTimeout:
-            peer.cancel(request)  # all that it has not given: the time is that of all together
-            warn_limited(logger, "peers-fetch", "%s gave no object in %g s", peer, self._timeout)
+            late.add(peer)
+            peer.transport.cancel(request)  # all that it has not given: the time is for all of it
+            who = peer.transport
+            warn_limited(logger, "peers-fetch", "%s gave no object in %g s", who, self._timeout)
         except CancelledError:  # with the one before it, or the tier was closed
             pass
         return None
 
+    def _ended(self, peer: _Peer, start: float, future: Future[bool]) -> None:
+        """What :meth:`fetch` has started is over."""
+        seconds = time.monotonic() - start
+        if future.cancelled():
+            peer.end(start, False, seconds >= self._timeout)
+        elif future.exception() is not None:
+            peer.end(start, False, seconds >= PATIENCE_SECONDS)
+        else:
+            peer.end(start, future.result(), False)
+
 
 class _Peer:
-    """A node that is kept connected to, by a thread of its own."""
+    """A node that is kept connected to, by a thread of its own.
 
-    def __init__(self, member: Member, options: LinkOptions) -> None:
+    Attributes:
+        asking, fetching: the breakers of its lookups and its fetches: a node whose storage hangs,
+            or to which only small packets get through, answers what objects it has all the same.
+    """
+
+    def __init__(
+        self, member: Member, options: LinkOptions, changed: Callable[[bool], None]
+    ) -> None:
         self.transport = UcxTransport(member.host, member.port, options, member.node)
+        place = f"{member.host}:{member.port}"
+        self.asking = Breaker(f"asking peer {place}", changed)
+        self.fetching = Breaker(f"fetching from peer {place}", changed)
+        self._came = float("-inf")
         self._closing = threading.Event()
         threading.Thread(target=self._keep_connected, daemon=True, name="lynx-peer").start()
+
+    def begin(self) -> float | None:
+        """When a fetch began, for :meth:`end`; None when this peer is to be left alone."""
+        try:
+            return self.fetching.enter()
+        except TierUnavailableError:
+            return None
+
+    def end(self, start: float, came: bool, late: bool) -> None:
+        """A fetch is over.
+
+        Args:
+            came: whether it brought anything.
+            late: whether it cost time for nothing; not held against a peer that gave something to
+                another meanwhile.
+        """
+        now = time.monotonic()
+        if came:
+            self._came = now
+            self.fetching.leave(start, None)
+        elif late and self._came < start:
+            self.fetching.leave(start, TransportError(f"it gave nothing in {now - start:.1f} s"))
+        else:
+            self.fetching.release()
 
     def close(self) -> None:
         self._closing.set()
@@ -297,15 +383,31 @@ class _Peer:
     def _keep_connected(self) -> None:
         pause = _FIRST_RETRY_SECONDS
         while not self._closing.is_set():
+            started = time.monotonic()
             try:
                 self.transport.connect()
-                pause = _FIRST_RETRY_SECONDS
             except Exception as e:  # whatever it is: without this thread the peer is lost for good
                 if not self._closing.is_set():
                     place = f"{self.transport.host}:{self.transport.port}"
                     warn_limited(logger, f"peer-{place}", "%s", e)
-                pause = min(2 * pause, _LAST_RETRY_SECONDS)
+            else:
+                while self.transport.connected and not self._closing.wait(_FIRST_RETRY_SECONDS):
+                    pass
+                # That connecting works says little where nothing comes and it is lost each time.
+                if self._came > started or time.monotonic() - started > _LAST_RETRY_SECONDS:
+                    pause = _FIRST_RETRY_SECONDS
             self._closing.wait(pause)
+            pause = min(2 * pause, _LAST_RETRY_SECONDS)
+
+
+#: The peer, its identity when it was asked, and the object's size in bytes.
+_Holder = tuple[_Peer, bytes | None, int]
+
+
+def _is_there(holder: _Holder) -> bool:
+    """Whether it may be fetched from. A peer that came back as another process is another peer."""
+    peer, node, _ = holder
+    return peer.transport.node == node and not peer.fetching.is_paused
 
 
 def peers_from_config(config: LynxConfig, codec: str) -> PeerTier | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 
 import pytest
 
@@ -93,6 +94,77 @@ def test_a_peer_that_gives_nothing_in_time_is_one_wait_and_misses(connect: Conne
     assert 1.0 <= time.monotonic() - started < 3.0
     source.reads.set()
     eventually(lambda: tier.get(NAMES[1]) == bytes([1]) * SIZE)
+
+
+@pytest.fixture
+def pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is paused stays so for the rest of a test."""
+    monkeypatch.setattr("lynx_backend.tiers.breaker.FIRST_PAUSE_SECONDS", 1e6)
+
+
+@pytest.mark.usefixtures("pause")
+def test_a_peer_that_gives_nothing_is_left_alone_and_others_are_not(connect: Connect):
+    hanging, other = Source(), Source(gone=NAMES)
+    hanging.reads.clear()
+    tier = connect(hanging, other, seconds=1.0)
+    assert tier.get_many(NAMES) == [None] * 4
+    asked = hanging.asked
+    other.gone = set()
+    assert tier.get_many(NAMES) == [bytes([i]) * SIZE for i in range(4)]
+    other.gone = set(NAMES)
+    assert tier.get_many(NAMES) == [None] * 4
+    assert tier.sizes(NAMES) == [None] * 4
+    assert hanging.asked == asked
+
+
+@pytest.mark.usefixtures("pause")
+def test_a_peer_that_gives_a_request_nothing_is_left_alone(connect: Connect):
+    source = Source()
+    source.reads.clear()
+    tier = connect(source, seconds=1.0)
+    assert tier.sizes(NAMES) == [SIZE] * 4
+    future = tier.fetch("r", NAMES[0], memoryview(bytearray(SIZE)))
+    assert future is not None
+    assert wait([future], timeout=1.1).not_done
+    tier.cancel("r")
+    assert wait([future], timeout=WAIT_SECONDS).done
+    eventually(lambda: tier.sizes(NAMES) == [None] * 4)
+    assert tier.fetch("r", NAMES[0], memoryview(bytearray(SIZE))) is None
+
+
+@pytest.mark.usefixtures("pause")
+def test_a_peer_that_answers_no_lookup_is_left_alone(connect: Connect):
+    source = Source()
+    source.lookups.clear()
+    tier = connect(source, options=LinkOptions(timeout_seconds=1.0))
+    assert tier.get(NAMES[0]) is None
+    assert source.asked == 1
+    source.lookups.set()
+    assert tier.get(NAMES[0]) is None
+    assert source.asked == 1
+
+
+def test_a_connection_that_is_lost_again_and_again_is_made_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    times: list[float] = []
+    connect = UcxTransport.connect
+
+    def lost(self: UcxTransport) -> None:
+        times.append(time.monotonic())
+        connect(self)
+        self.abort()
+
+    server = UcxServer(Source())
+    monkeypatch.setattr("lynx_backend.peers._FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(UcxTransport, "connect", lost)
+    tier = PeerTier(LinkOptions(), 1.0)
+    tier.update(named("{}:{}".format(*server.address)))
+    eventually(lambda: len(times) > 5)
+    tier.close()
+    server.close()
+    for i in range(5):
+        assert times[i + 1] - times[i] >= 0.01 * 2**i
 
 
 def test_who_fetches_is_not_disturbed_by_who_looks_up(connect: Connect):

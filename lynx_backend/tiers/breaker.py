@@ -58,6 +58,12 @@ class Breaker:
         """Whether calls are refused, but for one that tries now and then."""
         return self._open_until is not None
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether even a call that tries would be refused."""
+        until = self._open_until
+        return until is not None and self._clock() < until
+
     @contextmanager
     def call(self, ignored: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Around a call. What it raises counts as a failure unless it is one of the ``ignored``.
@@ -65,7 +71,7 @@ class Breaker:
         Raises:
             TierUnavailableError: the breaker is open; the call was not made.
         """
-        start = self._enter()
+        start = self.enter()
         failure: BaseException | None = None
         try:
             yield
@@ -73,9 +79,17 @@ class Breaker:
             failure = None if isinstance(e, ignored) else e
             raise
         finally:
-            self._leave(start, failure)
+            self.leave(start, failure)
 
-    def _enter(self) -> float:
+    def enter(self) -> float:
+        """Begin a call that is no block of code; :meth:`leave` or :meth:`release` ends it.
+
+        Returns:
+            when it began, for :meth:`leave`.
+
+        Raises:
+            TierUnavailableError: as :meth:`call`.
+        """
         with self._lock:
             now = self._clock()
             if self._open_until is not None:
@@ -87,7 +101,13 @@ class Breaker:
                 self._trying = True
             return now
 
-    def _leave(self, start: float, failure: BaseException | None) -> None:
+    def release(self) -> None:
+        """End a call that told nothing, neither good nor bad."""
+        with self._lock:
+            self._trying = False
+
+    def leave(self, start: float, failure: BaseException | None) -> None:
+        """End a call that failed, or did not (None)."""
         with self._lock:
             now = self._clock()
             was_open = self.is_open
