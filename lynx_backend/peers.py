@@ -79,8 +79,7 @@ class PeerTier(Tier):
                 for member in dict.fromkeys(members)
             }
             gone = [peer for member, peer in before.items() if member not in self._peers]
-        for peer in gone:
-            peer.close()
+        _close_all(gone)
         self._show()
 
     def put(self, name: ObjectName, data: Buffer) -> None:
@@ -159,8 +158,7 @@ class PeerTier(Tier):
             peers, self._peers = self._peers, {}
         if self._watch is not None:
             self._watch.close()
-        for peer in peers.values():
-            peer.close()
+        _close_all(peers.values())
         self._show()
 
     @property
@@ -402,6 +400,15 @@ class _Peer:
 
 #: The peer, its identity when it was asked, and the object's size in bytes.
 _Holder = tuple[_Peer, bytes | None, int]
+
+
+def _close_all(peers: Iterable[_Peer]) -> None:
+    """All at once: one that still waits for a name server takes seconds."""
+    threads = [threading.Thread(target=peer.close, name="lynx-close") for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _is_there(holder: _Holder) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 
 import pytest
 
@@ -235,6 +236,26 @@ def test_a_peer_named_twice_is_one(connect: Connect):
     assert links() == before + 1
     tier.close()
     eventually(lambda: links() == before)
+
+
+@pytest.mark.parametrize("by", ["update", "close"])
+def test_peers_are_closed_all_at_once(by: str, monkeypatch: pytest.MonkeyPatch):
+    all_of_them = threading.Barrier(3)
+    close = UcxTransport.close
+    met: list[int] = []
+
+    def together(self: UcxTransport) -> None:
+        with suppress(threading.BrokenBarrierError):
+            met.append(all_of_them.wait(5.0))
+        close(self)
+
+    monkeypatch.setattr(UcxTransport, "close", together)
+    tier = PeerTier(LinkOptions(), 1.0)
+    tier.update(named("127.0.0.1:1,127.0.0.1:2,127.0.0.1:3"))
+    if by == "update":
+        tier.update([])
+    tier.close()
+    assert sorted(met) == [0, 1, 2]
 
 
 def test_whatever_goes_wrong_connecting_is_tried_again(monkeypatch: pytest.MonkeyPatch):
