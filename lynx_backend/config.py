@@ -29,6 +29,8 @@ OTHER_VARIABLES = ("LYNX_CACHE_DIR", "LYNX_LOG_LEVEL")
 _SERVICE_LINK = re.compile(
     r"LYNX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
+# What they hold. A service called lynx-serve has a LYNX_SERVE_PORT, which is also a setting.
+_SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -436,6 +438,9 @@ def _unknown(what: str, name: str, where: str, known: list[str]) -> ConfigError:
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, str]]]:
     for variable, text in environ.items():
+        linked = _SERVICE_LINK.fullmatch(variable)
+        if linked and _SERVICE_LINK_VALUE.fullmatch(text):
+            continue
         if variable in _VARIABLES:
             key = _VARIABLES[variable]
             origin = f"environment {variable}"
@@ -444,7 +449,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[A
         elif (
             variable.startswith(PREFIX)
             and variable not in (FILE_VARIABLE, *OTHER_VARIABLES)
-            and not _SERVICE_LINK.fullmatch(variable)
+            and not linked
         ):
             known = [*_VARIABLES, FILE_VARIABLE, *OTHER_VARIABLES]
             raise _unknown("variable", variable, "environment", known)

@@ -214,9 +214,15 @@ def test_variables_of_others_are_left_alone():
             LYNX_PORT="tcp://10.0.0.1:80",
             LYNX_PORT_80_TCP_ADDR="10.0.0.1",
             LYNX_CACHE_SERVICE_PORT_HTTP="80",
+            # and for one named lynx-serve, or lynx-serve-metrics
+            LYNX_SERVE_PORT="tcp://10.0.0.1:7430",
+            LYNX_SERVE_METRICS_PORT="udp://10.0.0.1:9400",
         )
         == LynxConfig()
     )
+    assert load(LYNX_SERVE_PORT="7431").serve.port == 7431
+    with pytest.raises(ConfigError, match=r"serve\.port .*LYNX_SERVE_PORT.*expected an integer"):
+        load(LYNX_SERVE_PORT="http://10.0.0.1:7430")
 
 
 @pytest.mark.parametrize(
