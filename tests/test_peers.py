@@ -12,10 +12,12 @@ import pytest
 
 pytest.importorskip("ucxx", reason="the UCX transport needs ucxx")
 
+from lynx_backend.errors import ConfigError
 from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.peers import PeerTier, named
 from lynx_backend.transport.client import UcxTransport
 from lynx_backend.transport.greeting import LinkOptions
+from lynx_backend.transport.member import Member
 from lynx_backend.transport.server import UcxServer
 
 WAIT_SECONDS = 30.0
@@ -222,6 +224,20 @@ def test_a_size_beyond_what_is_taken_is_no_object(connect: Connect):
     # Another peer may have it as it is.
     both = connect(Source(size=2**62), Source())
     assert both.get_many(NAMES[:1]) == [bytes([0]) * SIZE]
+
+
+@pytest.mark.parametrize("host", ["10.0.0.2", "kv-3.internal", "::1", "fe80::1%eth0"])
+def test_an_address_is_read_as_it_is_written(host: str):
+    member = Member(host, 7430)
+    assert named(f" {member.address}, a:1") == [member, Member("a", 1)]
+
+
+@pytest.mark.parametrize(
+    "text", ["fe80::1", "::1:7430", "[::1]", "[::1:7430", "::1]:7430", "a", "a:0", "a:65536", ":1"]
+)
+def test_what_is_no_address_is_an_error(text: str):
+    with pytest.raises(ConfigError, match=r"peers\.nodes: .* write host:port, or \[address\]"):
+        named(text)
 
 
 def test_a_peer_named_twice_is_one(connect: Connect):

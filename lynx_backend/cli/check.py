@@ -190,7 +190,7 @@ def _check_peers(console: Console, settings: LynxConfig, codec: str) -> bool:
             transport.close()
 
     for member in members:
-        table.add_row(f"{member.host}:{member.port}", Text(connect(member)))
+        table.add_row(member.address, Text(connect(member)))
     console.print(table)
     return there
 

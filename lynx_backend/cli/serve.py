@@ -14,6 +14,7 @@ from rich.console import Console
 from .. import metrics
 from ..config import LynxConfig
 from ..store import ChunkStore, StoredObjects
+from ..transport.member import Member
 from .options import ConfigOption
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,10 @@ def serve(config: ConfigOption = None) -> None:
     gc.freeze()
     metrics.READY.set(1)
     console = Console(soft_wrap=True)
-    host, port = server.address
-    console.print(f"serving {', '.join(tier.name for tier in store.tiers)} at {host}:{port}")
-    if options.secret is None and host not in ("127.0.0.1", "::1"):
-        logger.warning("no peers.secret: whoever reaches %s:%d may read every object", host, port)
+    place = Member(*server.address)
+    console.print(f"serving {', '.join(tier.name for tier in store.tiers)} at {place.address}")
+    if options.secret is None and place.host not in ("127.0.0.1", "::1"):
+        logger.warning("no peers.secret: whoever reaches %s may read every object", place.address)
     stop.wait()
     metrics.READY.set(0)
     if registration is not None:

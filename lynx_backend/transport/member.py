@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+
+_ADDRESS = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+)):(\d+)")
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,20 @@ class Member:
 
     @classmethod
     def parse(cls, text: str, setting: str) -> Member:
-        """From ``host:port``; an IPv6 address may stand in brackets.
+        """From ``host:port``; an IPv6 address stands in brackets.
 
         Raises:
             ConfigError: it is something else; the message names ``setting``.
         """
-        host, colon, port = text.strip().rpartition(":")
-        if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-            raise ConfigError(f"{setting}: {text!r} is not an address; write host:port")
-        return cls(host.strip("[]"), int(port))
+        match = _ADDRESS.fullmatch(text.strip())
+        if match is None or not 0 < int(match[3]) < 65536:
+            raise ConfigError(
+                f"{setting}: {text!r} is not an address; write host:port, or [address]:port for "
+                "an IPv6 address"
+            )
+        return cls(match[1] or match[2], int(match[3]))
+
+    @property
+    def address(self) -> str:
+        """As :meth:`parse` takes it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
