@@ -300,6 +300,27 @@ def test_a_node_that_others_could_not_reach_does_not_start(
         registered(config, FINGERPRINT, (config.serve.host, 1), bytes(16))
 
 
+@pytest.mark.parametrize(
+    ("section", "host", "warned"),
+    [
+        ({}, "127.0.0.1", True),
+        ({"host": "::1"}, "::1", True),
+        ({"host": "localhost"}, "localhost", True),
+        ({"advertise": "127.0.0.1:1"}, "127.0.0.1", False),
+        ({"host": "10.0.0.2"}, "10.0.0.2", False),
+        ({"host": "kv-3.internal"}, "kv-3.internal", False),
+    ],
+)
+def test_a_node_that_only_its_machine_reaches_says_so(
+    section: dict[str, object], host: str, warned: bool, caplog: pytest.LogCaptureFixture
+):
+    from lynx_backend.directory import registered
+
+    config = settings("redis://127.0.0.1:1", serve=section)
+    registered(config, FINGERPRINT, (host, 1), bytes(16)).close()
+    assert ("for others set serve.host, or serve.advertise" in caplog.text) == warned
+
+
 def test_what_is_advertised_is_what_others_see(server: Server, directory: Directory):
     from lynx_backend.directory import registered
 

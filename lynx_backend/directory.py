@@ -10,6 +10,7 @@ What a node holds is not written down: it is asked. See docs/transport.md.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -211,6 +212,13 @@ class Watch(_Repeated):
         self._directory.close()
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
 def registered(
     config: LynxConfig, codec: str, listening: tuple[str, int], node: bytes
 ) -> Registration:
@@ -230,6 +238,12 @@ def registered(
         raise ConfigError(
             f"serve.host is {host}, which is no address that other nodes could use; set "
             "serve.advertise to host:port as they reach this node"
+        )
+    elif _is_loopback(host):
+        logger.warning(
+            "the directory names this node as %s, where only processes of this machine reach it; "
+            "for others set serve.host, or serve.advertise to host:port as they reach this node",
+            Member(host, port).address,
         )
     member = Member(host, port, node.hex())
     return Registration(Directory(config.redis, codec), member, config.directory.lease_seconds)
