@@ -241,10 +241,10 @@ def test_sigterm_drains_and_says_so(node: Node):
 
 def test_metrics_and_readiness_are_shown_where_asked(node: Node):
     port = free_port()
-    _, place = node(metrics_port=port)
+    _, place = node(metrics_port=port, metrics_host="127.0.0.2")
     store = elsewhere(place)
     eventually(lambda: store.get(KEYS[0]) is not None)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=WAIT_SECONDS) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.2:{port}/", timeout=WAIT_SECONDS) as answer:
         text = answer.read().decode()
     assert "lynx_ready 1.0" in text
     assert "lynx_peer_connections 1.0" in text

@@ -334,7 +334,8 @@ class ServeConfig(_Section):
         host, port: where it listens; 0 is any free port.
         advertise: ``host:port`` where others reach it, for the directory; by default host, port.
         accept_puts: whether peers may put objects.
-        metrics_port: where Prometheus metrics are shown, on the loopback only; none by default.
+        metrics_host, metrics_port: where Prometheus metrics are shown, to whoever asks; without a
+            port nowhere.
         drain_seconds: how long unfinished requests may take after SIGTERM.
     """
 
@@ -342,6 +343,7 @@ class ServeConfig(_Section):
     port: int = _port(7430, least=0)
     advertise: str | None = None
     accept_puts: bool = False
+    metrics_host: str = "127.0.0.1"
     metrics_port: int | None = _port(None, least=1)
     drain_seconds: float = _number(10.0, above=0)
 

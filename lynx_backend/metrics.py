@@ -177,12 +177,12 @@ def counts(metric: str, label: str, **wanted: str) -> dict[str, int]:
     return found
 
 
-def serve(port: int) -> None:
-    """Show all metrics of this process at http://127.0.0.1:``port``/.
+def serve(port: int, host: str = "127.0.0.1") -> None:
+    """Show all metrics of this process at http://``host``:``port``/.
 
     Raises:
         UnsupportedError: ``prometheus-client`` is not installed.
-        ConfigError: the port cannot be listened on.
+        ConfigError: there cannot be listened.
     """
     try:
         from prometheus_client import start_http_server
@@ -191,6 +191,6 @@ def serve(port: int) -> None:
             "showing metrics needs prometheus-client: pip install 'lynx-backend[metrics]'"
         ) from None
     try:
-        start_http_server(port, "127.0.0.1")
-    except OSError as e:
-        raise ConfigError(f"metrics cannot be shown on port {port}: {e}") from None
+        start_http_server(port, host)
+    except (OSError, OverflowError, UnicodeError) as e:  # no port at all; no name of a host
+        raise ConfigError(f"metrics cannot be shown at port {port} of {host}: {e}") from None

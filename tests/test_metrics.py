@@ -7,6 +7,7 @@ import pytest
 prometheus_client = pytest.importorskip("prometheus_client")
 
 from lynx_backend import metrics  # noqa: E402
+from lynx_backend.errors import ConfigError  # noqa: E402
 
 # Every metric with its labels, used once each; run with and without prometheus-client.
 USE_ALL = """
@@ -31,6 +32,15 @@ def run(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("port", "host"),
+    [(70000, "127.0.0.1"), (-1, "127.0.0.1"), (0, "192.0.2.1"), (0, "a" * 64), (0, "a..b")],
+)
+def test_metrics_that_cannot_be_shown_there_are_an_error(port: int, host: str):
+    with pytest.raises(ConfigError, match=f"metrics cannot be shown at port {port} of {host}: "):
+        metrics.serve(port, host)
 
 
 def test_the_host_registry_exposes_every_metric_under_its_documented_name():

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 def serve(config: ConfigOption = None) -> None:
     """Offer the tiers of a configuration to other nodes over UCX, until SIGTERM or Ctrl-C.
 
-    Prints the address once it is ready. With serve.metrics_port, http://127.0.0.1:PORT/ shows
-    Prometheus metrics, and lynx_ready among them. SIGTERM lets what was asked for be finished, for
-    at most serve.drain_seconds.
+    Prints the address once it is ready. With serve.metrics_port, http://HOST:PORT/ shows Prometheus
+    metrics, and lynx_ready among them; HOST is serve.metrics_host, 127.0.0.1 by default. SIGTERM
+    lets what was asked for be finished, for at most serve.drain_seconds.
     """
     from ..peers import link_options
     from ..transport.server import UcxServer  # needs a package that not everybody has
@@ -39,7 +39,7 @@ def serve(config: ConfigOption = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if settings.serve.metrics_port is not None:
-        metrics.serve(settings.serve.metrics_port)
+        metrics.serve(settings.serve.metrics_port, settings.serve.metrics_host)
     codec = store.codec.spec.fingerprint
     options = link_options(settings.peers, codec)
     keep = store.keep if settings.serve.accept_puts else None
