@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -43,7 +44,8 @@ class PeerTier(Tier):
     Who the peers are is told by :meth:`update`. A peer that is lost is a miss at once; a thread
     connects again, first soon, then every half minute. What a peer said it has and then has not,
     is a miss. A peer that answers too late, or does not give what it said it has, is left alone for
-    a while, as a tier that fails is.
+    a while, as a tier that fails is. A process made by ``os.fork()`` has none of the threads: there
+    everything is a miss.
 
     Args:
         options: how to treat the peers.
@@ -60,6 +62,7 @@ class PeerTier(Tier):
         self._holders: OrderedDict[ObjectName, _Holder] = OrderedDict()
         self._requests = itertools.count()
         self._closed = False
+        self._process = os.getpid()
         self._watch: Watch | None = None
 
     def follow(self, directory: Directory, lease_seconds: float) -> None:
@@ -89,6 +92,8 @@ class PeerTier(Tier):
         return self.get_many([name])[0]
 
     def get_many(self, names: Sequence[ObjectName]) -> list[memoryview | None]:
+        if self._is_forked():
+            return [None] * len(names)
         with self._lock:
             known = {name: self._holders.get(name) for name in names}
         holders = self._locate(known)
@@ -101,6 +106,8 @@ class PeerTier(Tier):
         return [got[name] for name in names]
 
     def sizes(self, names: Sequence[ObjectName]) -> list[int | None]:
+        if self._is_forked():
+            return [None] * len(names)
         holders = self._locate(dict.fromkeys(names))
         return [None if (holder := holders[name]) is None else holder[2] for name in names]
 
@@ -112,6 +119,8 @@ class PeerTier(Tier):
         Returns:
             None when no peer is known to have it any more.
         """
+        if self._is_forked():
+            return None
         with self._lock:
             holder = self._holders.get(name)
         if holder is None or not _is_there(holder) or (start := holder[0].begin()) is None:
@@ -127,6 +136,8 @@ class PeerTier(Tier):
 
     def cancel(self, request: str) -> None:
         """Give up what :meth:`fetch` has started for a request, as ``Transport.cancel``."""
+        if self._is_forked():
+            return
         with self._lock:
             peers = [peer.transport for peer in self._peers.values()]
         for peer in peers:
@@ -153,6 +164,9 @@ class PeerTier(Tier):
         return TierStats(0, 0, 0, 0)
 
     def close(self) -> None:
+        if self._is_forked():
+            self._closed = True  # all there is to close is the parent's
+            return
         with self._lock:
             self._closed = True
             peers, self._peers = self._peers, {}
@@ -174,6 +188,18 @@ class PeerTier(Tier):
             peers = list(self._peers.values())
         paused = any(peer.asking.is_open or peer.fetching.is_open for peer in peers)
         metrics.BREAKER_OPEN.labels(self.name).set(float(paused))
+
+    def _is_forked(self) -> bool:
+        if os.getpid() == self._process:
+            return False
+        warn_limited(
+            logger,
+            "peers-fork",
+            "peers were opened before os.fork() and cannot be used in process %d, where they have "
+            "nothing; open a store after forking",
+            os.getpid(),
+        )
+        return True
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -272,6 +274,25 @@ def test_peers_are_closed_all_at_once(by: str, monkeypatch: pytest.MonkeyPatch):
         tier.update([])
     tier.close()
     assert sorted(met) == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_after_a_fork_everything_is_a_miss_at_once(connect: Connect):
+    tier = connect(Source())
+    assert tier.sizes(NAMES) == [SIZE] * 4
+    child = os.fork()
+    if not child:
+        status = 1
+        with suppress(BaseException):
+            signal.alarm(int(WAIT_SECONDS))
+            missed = tier.get_many(NAMES) == tier.sizes(NAMES) == [None] * 4
+            fetched = tier.fetch("r", NAMES[0], memoryview(bytearray(SIZE)))
+            tier.cancel("r")
+            tier.close()
+            status = int(not missed or fetched is not None)
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tier.get_many(NAMES) == [bytes([i]) * SIZE for i in range(4)]
 
 
 def test_whatever_goes_wrong_connecting_is_tried_again(monkeypatch: pytest.MonkeyPatch):
