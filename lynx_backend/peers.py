@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -248,9 +247,14 @@ class PeerTier(Tier):
         """The answers of those peers that give one in time, all asked at once."""
         asked = []
         for peer in peers:
-            with suppress(TierUnavailableError, TransportError):  # paused; closed a moment ago
+            try:
                 start = peer.asking.enter()
+            except TierUnavailableError:
+                continue
+            try:
                 asked.append((peer, start, peer.transport.node, peer.transport.look_up(names)))
+            except TransportError:  # closed a moment ago
+                peer.asking.release()
         until = min(until, time.monotonic() + self._options.timeout_seconds)
         for peer, start, node, answer in asked:
             sizes = self._answer(peer, start, answer, until - time.monotonic())
