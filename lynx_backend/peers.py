@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from . import metrics
 from .config import LynxConfig, PeersConfig, read_secret
 from .errors import ConfigError, TierError, TierUnavailableError, TransportError
+from .kept_peer import KeptPeer, close_all
 from .keys import ObjectName
 from .logs import warn_limited
 from .tiers.base import Buffer, Tier, TierStats
-from .tiers.breaker import PATIENCE_SECONDS, Breaker
-from .transport.client import UcxTransport
+from .tiers.breaker import PATIENCE_SECONDS
 from .transport.greeting import LinkOptions
 from .transport.member import Member
 from .transport.protocol import Terms
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 #: Names whose holder is remembered between a lookup and the fetch that follows it.
 _REMEMBERED = 65536
+#: The peer, its identity when it was asked, and the object's size in bytes.
+_Holder = tuple[KeptPeer, bytes | None, int]
 
 
 class PeerTier(Tier):
@@ -57,7 +58,7 @@ class PeerTier(Tier):
     def __init__(self, options: LinkOptions, timeout_seconds: float) -> None:
         self._options, self._timeout = options, timeout_seconds
         self._lock = threading.Lock()
-        self._peers: dict[Member, _Peer] = {}
+        self._peers: dict[Member, KeptPeer] = {}
         self._holders: OrderedDict[ObjectName, _Holder] = OrderedDict()
         self._requests = itertools.count()
         self._closed = False
@@ -77,11 +78,11 @@ class PeerTier(Tier):
                 return
             before = self._peers
             self._peers = {
-                member: before.get(member) or _Peer(member, self._options, self._show)
+                member: before.get(member) or KeptPeer(member, self._options, self._show)
                 for member in dict.fromkeys(members)
             }
             gone = [peer for member, peer in before.items() if member not in self._peers]
-        _close_all(gone)
+        close_all(gone)
         self._show()
 
     def put(self, name: ObjectName, data: Buffer) -> None:
@@ -171,7 +172,7 @@ class PeerTier(Tier):
             peers, self._peers = self._peers, {}
         if self._watch is not None:
             self._watch.close()
-        _close_all(peers.values())
+        close_all(peers.values())
         self._show()
 
     @property
@@ -242,8 +243,8 @@ class PeerTier(Tier):
         return found
 
     def _ask(
-        self, peers: Sequence[_Peer], names: Sequence[ObjectName], until: float
-    ) -> Iterator[tuple[_Peer, bytes | None, list[int | None]]]:
+        self, peers: Sequence[KeptPeer], names: Sequence[ObjectName], until: float
+    ) -> Iterator[tuple[KeptPeer, bytes | None, list[int | None]]]:
         """The answers of those peers that give one in time, all asked at once."""
         asked = []
         for peer in peers:
@@ -263,7 +264,7 @@ class PeerTier(Tier):
 
     @staticmethod
     def _answer(
-        peer: _Peer, start: float, answer: Future[list[int | None]], seconds: float
+        peer: KeptPeer, start: float, answer: Future[list[int | None]], seconds: float
     ) -> list[int | None] | None:
         failure: BaseException | None = None
         try:
@@ -287,8 +288,8 @@ class PeerTier(Tier):
         asked = {holder[0] for holder in holders.values() if holder is not None}
         tries = {peer: start for peer in asked if (start := peer.begin()) is not None}
         since = time.monotonic()
-        came: set[_Peer] = set()
-        late: set[_Peer] = set()
+        came: set[KeptPeer] = set()
+        late: set[KeptPeer] = set()
         try:
             started = {
                 name: self._start(request, name, holder)
@@ -312,7 +313,7 @@ class PeerTier(Tier):
 
     def _start(
         self, request: str, name: ObjectName, holder: _Holder
-    ) -> tuple[memoryview, _Peer, Future[bool]] | None:
+    ) -> tuple[memoryview, KeptPeer, Future[bool]] | None:
         peer, _, size = holder
         data = memoryview(bytearray(size))
         try:
@@ -326,9 +327,9 @@ class PeerTier(Tier):
         request: str,
         since: float,
         until: float,
-        late: set[_Peer],
+        late: set[KeptPeer],
         data: memoryview,
-        peer: _Peer,
+        peer: KeptPeer,
         future: Future[bool],
     ) -> memoryview | None:
         try:
@@ -347,7 +348,7 @@ class PeerTier(Tier):
             pass
         return None
 
-    def _ended(self, peer: _Peer, start: float, future: Future[bool]) -> None:
+    def _ended(self, peer: KeptPeer, start: float, future: Future[bool]) -> None:
         """What :meth:`fetch` has started is over."""
         seconds = time.monotonic() - start
         if future.cancelled():
@@ -356,89 +357,6 @@ class PeerTier(Tier):
             peer.end(start, False, seconds >= PATIENCE_SECONDS)
         else:
             peer.end(start, future.result(), False)
-
-
-class _Peer:
-    """A node that is kept connected to, by a thread of its own.
-
-    Attributes:
-        asking, fetching: the breakers of its lookups and its fetches: a node whose storage hangs,
-            or to which only small packets get through, answers what objects it has all the same.
-    """
-
-    def __init__(
-        self, member: Member, options: LinkOptions, changed: Callable[[bool], None]
-    ) -> None:
-        self.transport = UcxTransport(member.host, member.port, options, member.node)
-        place = f"{member.host}:{member.port}"
-        self.asking = Breaker(f"asking peer {place}", changed)
-        self.fetching = Breaker(f"fetching from peer {place}", changed)
-        self._came = float("-inf")
-        self._closing = threading.Event()
-        threading.Thread(target=self._keep_connected, daemon=True, name="lynx-peer").start()
-
-    def begin(self) -> float | None:
-        """When a fetch began, for :meth:`end`; None when this peer is to be left alone."""
-        try:
-            return self.fetching.enter()
-        except TierUnavailableError:
-            return None
-
-    def end(self, start: float, came: bool, late: bool) -> None:
-        """A fetch is over.
-
-        Args:
-            came: whether it brought anything.
-            late: whether it cost time for nothing; not held against a peer that gave something to
-                another meanwhile.
-        """
-        now = time.monotonic()
-        if came:
-            self._came = now
-            self.fetching.leave(start, None)
-        elif late and self._came < start:
-            self.fetching.leave(start, TransportError(f"it gave nothing in {now - start:.1f} s"))
-        else:
-            self.fetching.release()
-
-    def close(self) -> None:
-        self._closing.set()
-        try:
-            self.transport.close()
-        except TransportError as e:  # the others are to be closed as well
-            warn_limited(logger, "peers-close", "%s was not closed in order: %s", self.transport, e)
-
-    def _keep_connected(self) -> None:
-        pause = _FIRST_RETRY_SECONDS
-        while not self._closing.is_set():
-            started = time.monotonic()
-            try:
-                self.transport.connect()
-            except Exception as e:  # whatever it is: without this thread the peer is lost for good
-                if not self._closing.is_set():
-                    place = f"{self.transport.host}:{self.transport.port}"
-                    warn_limited(logger, f"peer-{place}", "%s", e)
-            else:
-                while self.transport.connected and not self._closing.wait(_FIRST_RETRY_SECONDS):
-                    pass
-                # That connecting works says little where nothing comes and it is lost each time.
-                if self._came > started or time.monotonic() - started > _LAST_RETRY_SECONDS:
-                    pause = _FIRST_RETRY_SECONDS
-            self._closing.wait(pause)
-            pause = min(2 * pause, _LAST_RETRY_SECONDS)
-
-
-#: The peer, its identity when it was asked, and the object's size in bytes.
-_Holder = tuple[_Peer, bytes | None, int]
-
-
-def _close_all(peers: Iterable[_Peer]) -> None:
-    """All at once: one that still waits for a name server takes seconds."""
-    threads = [threading.Thread(target=peer.close, name="lynx-close") for peer in peers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def _is_there(holder: _Holder) -> bool:

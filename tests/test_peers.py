@@ -161,7 +161,7 @@ def test_a_connection_that_is_lost_again_and_again_is_made_ever_more_rarely(
         self.abort()
 
     server = UcxServer(Source())
-    monkeypatch.setattr("lynx_backend.peers._FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("lynx_backend.kept_peer._FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(UcxTransport, "connect", lost)
     tier = PeerTier(LinkOptions(), 1.0)
     tier.update(named("{}:{}".format(*server.address)))
@@ -303,7 +303,7 @@ def test_whatever_goes_wrong_connecting_is_tried_again(monkeypatch: pytest.Monke
         raise MemoryError("whatever it may be")
 
     tier = PeerTier(LinkOptions(), 1.0)
-    monkeypatch.setattr("lynx_backend.peers._FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("lynx_backend.kept_peer._FIRST_RETRY_SECONDS", 0.01)
     with monkeypatch.context() as patched:
         patched.setattr(UcxTransport, "connect", failing)
         tier.update(named("127.0.0.1:1"))
