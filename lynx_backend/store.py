@@ -131,6 +131,9 @@ class ChunkStore:
     def put(self, key: ChunkKey, kv: torch.Tensor) -> bool:
         """Encode a chunk and keep it in every tier that takes it.
 
+        A key names one cache. While an earlier put of it waits to be written to a slower tier, a
+        later one is not written there: what waits will do.
+
         Args:
             kv: as for ``Codec.encode``.
 

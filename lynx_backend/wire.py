@@ -50,6 +50,7 @@ NO_KEY = bytes(KEY_BYTES)
 DIGEST_BLOCK = 1 << 20
 
 _FIELDS = struct.Struct("<8sHBBBBH4IQ32s32s16s8s")
+_BEGINS = struct.Struct("<8sH")
 _DIGEST = struct.Struct("<8s")
 HEADER_BYTES = _FIELDS.size + _DIGEST.size
 
@@ -139,6 +140,11 @@ def parse_header(raw: bytes, size: int) -> Header:
         magic, version, part, parts, dtype, kv, reserved,
         layers, tokens, heads, head_dim, payload_bytes, spec, key, ident, digest,
     ) = _FIELDS.unpack_from(raw)  # fmt: skip
+    sealed = raw[_FIELDS.size :]
+    if (magic, version) != (MAGIC, VERSION):
+        whole = _BEGINS.pack(MAGIC, VERSION) + raw[_BEGINS.size : _FIELDS.size]
+        if xxhash.xxh3_64_digest(whole) == sealed:
+            raise CorruptObjectError("the first bytes of the header are damaged; delete it")
     if magic != MAGIC:
         raise FormatMismatchError(
             f"not a Lynx object: starts with {magic!r}, expected {MAGIC!r}; something else writes "
@@ -149,7 +155,7 @@ def parse_header(raw: bytes, size: int) -> Header:
             f"object has format version {version}, this build reads {VERSION}; use one version of "
             "lynx-backend on all nodes or clear the store"
         )
-    if xxhash.xxh3_64_digest(raw[: _FIELDS.size]) != raw[_FIELDS.size :]:
+    if xxhash.xxh3_64_digest(raw[: _FIELDS.size]) != sealed:
         raise CorruptObjectError("header checksum does not match: the object is damaged; delete it")
     # From here on the header is what its writer wrote; a value out of range is a foreign writer.
     if parts != PARTS or part >= PARTS or dtype >= len(DTYPES) or reserved:

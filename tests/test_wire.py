@@ -65,7 +65,8 @@ def test_a_flipped_bit_in_every_field_is_noticed(objects: list[bytes], field: st
     for bit in range(8 * (end - start)):
         bad = bytearray(objects[part])
         bad[start + bit // 8] ^= 1 << bit % 8
-        with pytest.raises((CorruptObjectError, FormatMismatchError)):
+        # Not FormatMismatchError, for which an object is left alone.
+        with pytest.raises(CorruptObjectError):
             wire.verify(bad)
 
 
