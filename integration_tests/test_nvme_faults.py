@@ -311,7 +311,7 @@ class TestFolderOutOfReach:
             lambda: tier.delete([anchor(0)]),
             lambda: tier.stats(),
         ):
-            with pytest.raises(TierError, match=rf"{path}: .*mount or make it again"):
+            with pytest.raises(TierError, match=rf"{path}: .*mount it, make it"):
                 call()
         path.mkdir()
         assert tier.get(anchor(0)) is None
