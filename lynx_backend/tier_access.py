@@ -15,6 +15,7 @@ from .errors import CorruptObjectError, FormatMismatchError, TierError
 from .keys import ChunkKey, ObjectName, Part
 from .logs import warn_limited
 from .tiers import Tier
+from .tiers.base import failing_as_tier_error
 from .tiers.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,8 @@ class TierAccess:
         """
         start = time.perf_counter()
         try:
-            datas = self.tier.get_many(names)
+            with failing_as_tier_error(self.name):
+                datas = self.tier.get_many(names)
         except TierError as e:
             self._failed("get", e)
             datas = None
@@ -179,11 +181,12 @@ class TierAccess:
         """
         if self._queue is not None:
             self._queue.discard(_ChunksOf(identities))
-        names = (name for name in self.tier.names() if name.key.identity in identities)
         anchors = 0
-        while batch := list(islice(names, _CLEARED_AT_A_TIME)):
-            self.tier.delete(batch)
-            anchors += sum(name.part is Part.ANCHOR for name in batch)
+        with failing_as_tier_error(self.name):
+            names = (name for name in self.tier.names() if name.key.identity in identities)
+            while batch := list(islice(names, _CLEARED_AT_A_TIME)):
+                self.tier.delete(batch)
+                anchors += sum(name.part is Part.ANCHOR for name in batch)
         return anchors
 
     def discard(self, names: Sequence[ObjectName], why: Exception) -> None:
@@ -207,7 +210,8 @@ class TierAccess:
     def _put(self, name: ObjectName, data: memoryview, op: str) -> bool:
         start = time.perf_counter()
         try:
-            self.tier.put(name, data)
+            with failing_as_tier_error(self.name):
+                self.tier.put(name, data)
         except TierError as e:
             self._record(name, op, "error", time.perf_counter() - start)
             self._failed(op, e)
@@ -245,7 +249,8 @@ class TierAccess:
     @contextmanager
     def _guarded(self, op: str) -> Iterator[None]:
         try:
-            yield
+            with failing_as_tier_error(self.name):
+                yield
         except TierError as e:
             self._failed(op, e)
 

@@ -265,10 +265,11 @@ class BrokenTier(MemoryTier):
 
     name = "broken"
     broken = True
+    error: Exception = TierError("device gone; check the mount")
 
     def _check(self) -> None:
         if self.broken:
-            raise TierError("device gone; check the mount")
+            raise self.error
 
     def put(self, name: ObjectName, data: bytes) -> None:
         self._check()
@@ -286,13 +287,29 @@ class BrokenTier(MemoryTier):
         self._check()
         super().delete(names)
 
+    def names(self):
+        self._check()
+        return super().names()
+
     def stats(self):
         self._check()
         return super().stats()
 
 
-def test_a_failing_tier_costs_nothing_but_itself(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    "error",
+    [
+        TierError("device gone; check the mount"),
+        OverflowError("device gone"),  # no tier should raise it: a bug, or a client library's
+        ConfigError("device gone"),
+    ],
+)
+def test_a_failing_tier_costs_nothing_but_itself(
+    error: Exception, caplog: pytest.LogCaptureFixture
+):
     broken = BrokenTier(1 << 20)
+    broken.name = f"broken-{type(error).__name__}"  # log lines are limited for each name
+    broken.error = error
     store = ChunkStore(Codec(), [broken, MemoryTier(1 << 20)])
     with caplog.at_level(logging.WARNING):
         assert store.put(KEYS[0], cache())
@@ -305,6 +322,9 @@ def test_a_failing_tier_costs_nothing_but_itself(caplog: pytest.LogCaptureFixtur
     assert not alone.put(KEYS[0], cache())
     assert alone.get(KEYS[0]) is None
     assert alone.lookup(KEYS[:1]) == [Presence.ABSENT]
+    alone.remove(KEYS[:1])
+    with pytest.raises(TierError, match="device gone"):
+        ChunkStore(Codec(), [broken]).clear([KEYS[0].identity])
     broken.broken = False
     assert alone.put(KEYS[0], cache())
     assert torch.equal(alone.get(KEYS[0]), q_full(cache()))

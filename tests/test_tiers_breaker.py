@@ -146,6 +146,25 @@ def test_what_no_tier_should_raise_is_a_failure_too(clock, caplog):
     tier.put(anchor(0), b"x")
 
 
+class Unexpected(MemoryTier):
+    """One with a bug."""
+
+    name = "unexpected"
+
+    def sizes(self, names):
+        return {}["shard"]
+
+
+def test_what_no_tier_should_raise_leaves_a_guarded_one_as_tier_error():
+    tier = GuardedTier(Unexpected(1000))
+    for _ in range(FAILURES):
+        with pytest.raises(TierError, match=r"unexpected .* KeyError\('shard'\)") as e:
+            tier.sizes([anchor(0)])
+        assert isinstance(e.value.__cause__, KeyError)
+    with pytest.raises(TierUnavailableError):
+        tier.sizes([anchor(0)])
+
+
 def test_what_is_ignored_counts_as_an_answer(breaker, clock):
     for _ in range(FAILURES - 1):
         fail(breaker, clock)

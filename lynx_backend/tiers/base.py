@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .. import metrics
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, TierError
 from ..keys import ObjectName
 
 Buffer = bytes | bytearray | memoryview
@@ -45,6 +46,24 @@ def flat(data: Buffer) -> memoryview:
     if not view.nbytes:
         raise InvalidInputError("an object has at least one byte; nothing is stored as nothing")
     return view.cast("B")
+
+
+@contextmanager
+def failing_as_tier_error(tier: str) -> Iterator[None]:
+    """Around a call of a tier: whatever else it raises becomes TierError.
+
+    Nobody can list what a client library, a driver or a bug may raise, and none of it is to end a
+    request of the engine.
+    """
+    try:
+        yield
+    except TierError:
+        raise
+    except Exception as e:
+        raise TierError(
+            f"tier {tier} met what it does not expect, {e!r}; check its settings, and report this "
+            "if they are in order"
+        ) from e
 
 
 class Tier(ABC):

@@ -13,7 +13,7 @@ from .. import metrics
 from ..errors import TierError, TierFullError, TierUnavailableError
 from ..keys import ObjectName
 from ..logs import warn_limited
-from .base import Buffer, Tier, TierStats, flat
+from .base import Buffer, Tier, TierStats, failing_as_tier_error, flat
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class GuardedTier(Tier):
     def _call(self, breaker: Breaker, ignored: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         if self._closed:
             raise TierError(f"tier {self.name} is closed; open a new one")
-        with breaker.call(ignored):
+        with breaker.call(ignored), failing_as_tier_error(self.name):
             yield
 
     def _show(self, _: bool) -> None:
