@@ -31,6 +31,8 @@ _SERVICE_LINK = re.compile(
 )
 # What they hold. A service called lynx-serve has a LYNX_SERVE_PORT, which is also a setting.
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
+_A_DAY = 86400.0
+_TEN_YEARS = 3650 * _A_DAY
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -114,6 +116,11 @@ def _size(default: int | None, least: int) -> Any:
 
 def _number(default: float | None, above: float, most: float = math.inf) -> Any:
     return field(default=default, metadata={"above": above, "most": most})
+
+
+def _seconds(default: float | None, most: float = _A_DAY) -> Any:
+    # What is larger is a mistake, and clocks, sockets and servers overflow at some of it.
+    return _number(default, above=0, most=most)
 
 
 def _port(default: int | None, least: int) -> Any:
@@ -266,11 +273,11 @@ class RedisConfig(_Section):
     tls_check_hostname: bool = True
     key_prefix: str = "lynx"
     connections: int = _number(4, above=0)
-    timeout_seconds: float = _number(2.0, above=0)
-    connect_timeout_seconds: float = _number(1.0, above=0)
+    timeout_seconds: float = _seconds(2.0)
+    connect_timeout_seconds: float = _seconds(1.0)
     retries: int = _number(2, above=-1)
     max_object_bytes: int = _size(256 << 20, least=1)
-    ttl_seconds: float | None = _number(None, above=0)
+    ttl_seconds: float | None = _seconds(None, most=_TEN_YEARS)
     renew_on_read: bool = True
 
 
@@ -306,9 +313,9 @@ class PeersConfig(_Section):
     secret_file: str | None = None
     model: str | None = None
     layout: str | None = None
-    timeout_seconds: float = _number(5.0, above=0)
-    fetch_seconds: float = _number(10.0, above=0)
-    anchor_wait_seconds: float = _number(0.005, above=0)
+    timeout_seconds: float = _seconds(5.0)
+    fetch_seconds: float = _seconds(10.0)
+    anchor_wait_seconds: float = _seconds(0.005)
     max_object_bytes: int = _size(1 << 30, least=1)
 
 
@@ -323,7 +330,7 @@ class DirectoryConfig(_Section):
     """
 
     enabled: bool = False
-    lease_seconds: float = _number(10.0, above=0)
+    lease_seconds: float = _seconds(10.0)
 
 
 @dataclass(frozen=True)
@@ -345,7 +352,7 @@ class ServeConfig(_Section):
     accept_puts: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = _port(None, least=1)
-    drain_seconds: float = _number(10.0, above=0)
+    drain_seconds: float = _seconds(10.0)
 
 
 @dataclass(frozen=True)

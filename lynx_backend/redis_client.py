@@ -67,8 +67,9 @@ __all__ = [
 
 Client = redis.Redis | RedisCluster
 
-#: What a call on a client raises when the server, the network or the settings are to blame.
-FAILURES = (RedisError, RedisClusterException, OSError)
+#: What a call on a client raises when the server, the network or the settings are to blame; the
+#: last two are of a host that is no name, as a Sentinel may give one, and a number no socket takes.
+FAILURES = (RedisError, RedisClusterException, OSError, UnicodeError, OverflowError)
 
 _SCHEME = re.compile(r"(?:redis|valkey)(s?)(?:\+(sentinel|cluster))?|unix")
 _BACKOFF_BASE_SECONDS, _BACKOFF_CAP_SECONDS = 0.02, 0.5
@@ -132,6 +133,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
         raise ValueError(text)
+    parts.hostname.encode("idna")  # as the resolver will; a UnicodeError is a ValueError
     return parts.hostname, default_port if parts.port is None else parts.port
 
 
@@ -144,8 +146,8 @@ def connect(config: RedisConfig) -> Client:
 
     Raises:
         ConfigError: the URL is of no known form, or a file that is named cannot be read.
-        redis.RedisError, RedisClusterException, OSError (:data:`FAILURES`): no node of the cluster
-            answers.
+        redis.RedisError, RedisClusterException, OSError and others (:data:`FAILURES`): no node of
+            the cluster answers.
     """
     if config.url is None:
         raise ConfigError(f"redis.url is not set; it is one of {_FORMS}")

@@ -75,6 +75,10 @@ def test_sentinel():
         "redis://:secret[@kv",
         "redis://kv:70000",
         "ann:secret@kv:6379",
+        "redis://a..b:1",
+        f"redis://{'a' * 64}:1",
+        "redis+sentinel://a..b:1/x",
+        "redis+cluster://kv,a..b:1",
     ],
 )
 def test_other_urls_are_refused(url: str):
@@ -137,6 +141,14 @@ def test_redacted(url: str, shown: str):
 def test_numbers_out_of_range(settings):
     with pytest.raises(ConfigError, match="must be more than"):
         RedisConfig(**settings)
+
+
+def test_what_a_socket_does_not_take_is_a_failure():
+    for wrong in ({"host": "a..b"}, {"host": "127.0.0.1", "socket_connect_timeout": 1e300}):
+        with pytest.raises(FAILURES) as e:
+            redis_client.redis.Redis(**wrong).ping()
+        assert isinstance(e.value, (UnicodeError, OverflowError))
+        assert "can be reached" in explain(e.value, RedisConfig(url="redis://kv"))
 
 
 def test_remedies_fit_the_errors():
