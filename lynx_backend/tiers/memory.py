@@ -49,7 +49,7 @@ class MemoryTier(Tier):
         self._lock = threading.Lock()
         try:
             self._arena = Arena(max_bytes + max(_ALIGN, int(_GAPS * max_bytes)), _ALIGN, pinned)
-        except (MemoryError, OSError, RuntimeError) as e:
+        except (MemoryError, OSError, OverflowError, RuntimeError) as e:
             raise ConfigError(
                 f"the memory tier cannot have {max_bytes} bytes{' page-locked' * pinned} ({e}); "
                 "lower memory.max_bytes" + " or set memory.pinned to false" * pinned
