@@ -105,6 +105,23 @@ def test_a_file_in_the_place_of_a_fan_out_folder(tmp_path):
         NvmeTier(tmp_path, ROOM)
 
 
+def test_a_fan_out_folder_of_a_time_that_does_not_fit_the_log(tmp_path):
+    """And it is followed all the same, by others too."""
+    seconds = 10_413_792_000  # in 2300
+    tier, other = NvmeTier(tmp_path, ROOM), NvmeTier(tmp_path, ROOM)
+    put(tier, anchor(0))
+    fanout = file_of(tmp_path, anchor(0)).parent
+    os.utime(fanout, ns=(seconds * 10**9,) * 2)
+    if fanout.stat().st_mtime != seconds:
+        pytest.skip("this file system does not keep such a time")
+    assert other.stats().objects == 1
+    put(tier, anchor(0), residual(0))
+    assert tier.get(anchor(0)) is not None
+    file_of(tmp_path, anchor(0)).unlink()
+    done_by_another_program(fanout)
+    assert tier.stats() == other.stats() == TierStats(UNIT, ROOM, 1, 0)
+
+
 class TestForeignFiles:
     def test_other_names_are_left_alone_and_not_counted(self, tmp_path):
         tier = NvmeTier(tmp_path, 2 * UNIT)

@@ -22,6 +22,7 @@ _HEADER = struct.Struct("<QQ")
 _RECORD = struct.Struct("<96sqq")
 _LOCK_BYTES = _HEADER.size + LOG_RECORDS * _RECORD.size
 _UNFINISHED = -1
+_FIRST_TIME, _LAST_TIME = -1 << 63, (1 << 63) - 1  # that a record can hold
 
 #: a log, by its random id, and the number of changes written to it
 Position = tuple[int, int]
@@ -179,7 +180,9 @@ def fsync_directory(path: str | Path) -> None:
 
 
 def _pack(change: Change) -> bytes:
-    return _RECORD.pack(change.file.encode(), change.before, change.after)
+    # A time that does not fit, after 2262, becomes one that the folder does not have: it is listed.
+    times = (max(_FIRST_TIME, min(t, _LAST_TIME)) for t in (change.before, change.after))
+    return _RECORD.pack(change.file.encode(), *times)
 
 
 def _unpack(record: bytes) -> Change:
