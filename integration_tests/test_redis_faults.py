@@ -168,6 +168,21 @@ def test_maxmemory_without_eviction(server, store, q_full):
     assert not breaker_open()
 
 
+def test_what_is_too_large_here_says_nothing_of_the_server(server, q_full):
+    store = store_of(server, max_object_bytes=400_000)
+    large = torch.cat([cache(0)] * 4, dim=2)
+    for n in range(2 * FAILURES):
+        assert not store.put(KEYS[n], large)
+    assert not breaker_open()
+    assert works(store, 0, q_full)
+    server.kill()
+    while not breaker_open():
+        assert not store.put(KEYS[1], cache(1))
+    assert not store.put(KEYS[1], large)
+    assert breaker_open(), "it was not asked"
+    store.close()
+
+
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "volatile-ttl"])
 def test_maxmemory_with_eviction(server, q_full, policy):
     """Either part of a chunk may go at any time. Under volatile-ttl a residual goes first."""

@@ -116,6 +116,13 @@ class Tier(ABC):
             InvalidInputError: ``data`` is not contiguous, or empty.
         """
 
+    def check_size(self, size: int) -> None:
+        """Raise TierFullError if no object of so many bytes is ever taken.
+
+        Part of :meth:`put`, by itself: it asks no device and no server, and says nothing of them.
+        """
+        return None
+
     @abstractmethod
     def get(self, name: ObjectName) -> memoryview | None:
         """The whole object as read-only uint8, or None. Counts as a use for eviction.

@@ -166,8 +166,12 @@ class GuardedTier(Tier):
 
     def put(self, name: ObjectName, data: Buffer) -> None:
         view = flat(data)  # what is wrong with the input says nothing about the tier
+        self._tier.check_size(view.nbytes)
         with self._call(self._writing, self._ignored):
             self._tier.put(name, view)
+
+    def check_size(self, size: int) -> None:
+        self._tier.check_size(size)
 
     def get(self, name: ObjectName) -> memoryview | None:
         with self._call(self._reading):

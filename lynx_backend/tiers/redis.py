@@ -68,13 +68,16 @@ class RedisTier(Tier):
 
     def put(self, name: ObjectName, data: Buffer) -> None:
         view = flat(data)
-        if view.nbytes > self._config.max_object_bytes:
-            raise TierFullError(
-                f"an object of {view.nbytes} bytes is larger than redis.max_object_bytes="
-                f"{self._config.max_object_bytes}; raise it, up to the server's proto-max-bulk-len"
-            )
+        self.check_size(view.nbytes)
         with self._calling(f"put {name}") as client:
             client.set(self._key(name), view, px=self._lifetime(name))
+
+    def check_size(self, size: int) -> None:
+        if size > self._config.max_object_bytes:
+            raise TierFullError(
+                f"an object of {size} bytes is larger than redis.max_object_bytes="
+                f"{self._config.max_object_bytes}; raise it, up to the server's proto-max-bulk-len"
+            )
 
     def get(self, name: ObjectName) -> memoryview | None:
         return self._get_batch([name])[0]
