@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from _redis_servers import (
 
 from lynx_backend.config import RedisConfig
 from lynx_backend.errors import ConfigError, TierError, TierFullError
+from lynx_backend.logs import WarningLimiter
 from lynx_backend.testing import TierConformance
 from lynx_backend.testing.tiers import UNIT, anchor, content, residual
 from lynx_backend.tiers import Tier
@@ -156,6 +158,17 @@ class TestCluster(OnRedis):
         assert tier.sizes(names) == [UNIT] * len(names)
         assert sorted(tier.names()) == sorted(names)
 
+    def test_a_value_of_another_kind_is_that_names_trouble_alone(self, nodes: list[Server]) -> None:
+        tier = self.make_tier(0)
+        assert isinstance(tier, RedisTier)
+        names = [anchor(i) for i in range(8)]
+        for name in names:
+            tier.put(name, b"x")
+        tier.delete(names[:1])
+        nodes[0].ask("-c", "RPUSH", tier._key(names[0]).decode(), "x")
+        assert tier.get_many(names) == [None] + [b"x"] * 7
+        assert tier.sizes(names) == [None] + [1] * 7
+
 
 class TestOneServer:
     @pytest.fixture(scope="class")
@@ -181,20 +194,34 @@ class TestOneServer:
         assert other.get(anchor(0)) == b"other"
         assert server.ask("EXISTS", "lynx:not-an-object").strip() == b"1"
 
-    def test_a_value_of_another_kind_or_size_is_not_read(self, server: Server) -> None:
+    def test_a_value_of_another_kind_or_size_is_not_read(
+        self,
+        server: Server,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("lynx_backend.tiers.redis.warn_limited", WarningLimiter().warn)
         tier = RedisTier(RedisConfig(url=server.url, max_object_bytes=1000))
         server.ask("RPUSH", f"lynx:{anchor(0)}", "x")
         server.ask("SETRANGE", f"lynx:{anchor(1)}", str(50 << 20), "x")
-        with pytest.raises(TierError, match="WRONGTYPE"):
-            tier.get(anchor(0))
-        with pytest.raises(TierError, match="max_object_bytes=1000"):
-            tier.get(anchor(1))
+        names = [anchor(i) for i in range(4)]
+        tier.put(anchor(3), b"x")
+        before = _foreign_values()
+        with caplog.at_level(logging.WARNING):
+            assert [tier.get(name) for name in names] == [None, None, None, b"x"]
+        assert f"the value of {anchor(0)} is of another type" in caplog.text
+        assert tier.get_many(names) == [None, None, None, b"x"]
+        assert tier.sizes(names) == [None, None, None, 1]
+        assert _foreign_values() == before + 6
         with pytest.raises(TierFullError, match="max_object_bytes=1000"):
             tier.put(anchor(2), bytes(1001))
         tier.put(anchor(2), bytes(1000))
         assert tier.get(anchor(2)) == bytes(1000)
         sent = dict(line.split(":") for line in server.ask("INFO", "stats").decode().split()[2:])
         assert int(sent["total_net_output_bytes"]) < 1 << 20
+        for name in names[:2]:
+            tier.put(name, b"ours")
+        assert tier.get_many(names[:2]) == [b"ours"] * 2
 
     def test_a_lookup_of_a_thousand_is_one_command_batch(self, server: Server) -> None:
         tier = RedisTier(RedisConfig(url=server.url, connections=1))
@@ -303,6 +330,11 @@ def test_a_replica_refuses_writes_and_serves_reads(tmp_path: Path) -> None:
         wait_until(lambda: tier.get(anchor(0)) == b"x")
         with pytest.raises(TierError, match="names a replica"):
             tier.put(anchor(1), b"x")
+
+
+def _foreign_values() -> float:
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    return registry.get_sample_value("lynx_errors_total", {"kind": "ForeignValue"}) or 0.0
 
 
 def _stat(server: Server, field: str) -> int:

@@ -21,7 +21,7 @@ from _redis_servers import Server, cluster, needs_redis, running, wait_until
 from lynx_backend import Codec
 from lynx_backend.config import RedisConfig
 from lynx_backend.keys import ChunkKey, Part
-from lynx_backend.store import ChunkStore, Presence
+from lynx_backend.store import ChunkStore, Presence, new_cache
 from lynx_backend.tiers import GuardedTier
 from lynx_backend.tiers.breaker import FAILURES
 from lynx_backend.tiers.redis import RedisTier
@@ -166,6 +166,21 @@ def test_maxmemory_without_eviction(server, store, q_full):
     server.ask("CONFIG", "SET", "maxmemory", "0")
     wait_until(lambda: store.put(KEYS[n], cache(n)), LIMIT)
     assert not breaker_open()
+
+
+def test_a_foreign_value_costs_its_own_chunk_alone(server, store, q_full):
+    for n in range(3):
+        assert works(store, n, q_full)
+    residual = f"lynx:{KEYS[0].object(Part.RESIDUAL)}"
+    server.ask("DEL", residual)
+    server.ask("RPUSH", residual, "x")
+    for _ in range(2 * FAILURES):
+        found = store.get_many(KEYS[:3], lambda _, layout: new_cache(layout))
+        assert [kv is not None for kv in found] == [False, True, True]
+        wanted = [Presence.COARSE, Presence.FULL, Presence.FULL]
+        assert store.lookup(KEYS[:3]) == wanted
+    assert not breaker_open()
+    assert works(store, 0, q_full)
 
 
 def test_what_is_too_large_here_says_nothing_of_the_server(server, q_full):

@@ -63,6 +63,7 @@ __all__ = [
     "RedisCluster",
     "connect",
     "explain",
+    "is_wrong_type",
 ]
 
 Client = redis.Redis | RedisCluster
@@ -199,6 +200,11 @@ def _primary_by_sentinel(
     )
     primary: redis.Redis = sentinel.master_for(place.path[0])  # type: ignore[no-untyped-call]
     return primary
+
+
+def is_wrong_type(e: Exception) -> bool:
+    """Whether the server says that the value is of another type than the command is for."""
+    return isinstance(e, ResponseError) and str(e).startswith("WRONGTYPE")
 
 
 def explain(e: BaseException, config: RedisConfig) -> str:

@@ -8,18 +8,31 @@ object being gone at any time.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from .. import metrics
 from ..config import RedisConfig
 from ..errors import ConfigError, TierError, TierFullError
 from ..keys import ObjectName, Part
-from ..redis_client import FAILURES, Client, OutOfMemoryError, RedisCluster, connect, explain
+from ..logs import warn_limited
+from ..redis_client import (
+    FAILURES,
+    Client,
+    OutOfMemoryError,
+    RedisCluster,
+    connect,
+    explain,
+    is_wrong_type,
+)
 from .base import Buffer, Tier, TierStats, flat
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = re.compile(r"[\w.:-]+", re.ASCII)
 #: Objects asked for in one go over one connection. The server holds the answers in memory until
@@ -96,7 +109,7 @@ class RedisTier(Tier):
                 pipeline = client.pipeline(transaction=False)
                 for name in batch:
                     pipeline.strlen(self._key(name))
-                found += [size or None for size in pipeline.execute()]
+                found += self._answers(pipeline, batch, len_of=int)
         return found
 
     def delete(self, names: Sequence[ObjectName]) -> None:
@@ -146,14 +159,41 @@ class RedisTier(Tier):
             renewed = self._config.renew_on_read and self._lifetimes is not None
             for name in names if renewed else ():
                 pipeline.pexpire(self._key(name), self._lifetime(name) or 0)
-            values: list[bytes] = pipeline.execute()[: len(names)]
-        for name, value in zip(names, values, strict=True):
-            if len(value) > most:
-                raise TierError(
-                    f"the value of {name} is larger than redis.max_object_bytes={most}; raise that "
-                    "if it is an object, else keep others off this key_prefix"
+            values = self._answers(pipeline, names, len_of=len)
+        return [None if value is None else memoryview(value) for value in values]
+
+    def _answers(
+        self, pipeline: Any, names: Sequence[ObjectName], len_of: Callable[[Any], int]
+    ) -> list[Any]:
+        """The server's first answer about each name; None where there is no object.
+
+        What somebody else keeps under a name is none, whatever it is: it must not cost the others.
+        """
+        answers = pipeline.execute(raise_on_error=False)
+        for error in answers:
+            if isinstance(error, Exception) and not is_wrong_type(error):
+                raise error
+        found: list[Any] = []
+        for name, answer in zip(names, answers, strict=False):
+            foreign = ""
+            if isinstance(answer, Exception):
+                answer.__traceback__ = None  # whose frames hold on to the other answers
+                foreign = "of another type than a string"
+            elif len_of(answer) > self._config.max_object_bytes:
+                foreign = f"larger than redis.max_object_bytes={self._config.max_object_bytes}"
+            if foreign:
+                metrics.ERRORS.labels("ForeignValue").inc()
+                warn_limited(
+                    logger,
+                    "redis-foreign",
+                    "the value of %s is %s, and taken for none; raise the limit if it is too low, "
+                    "else keep others off redis.key_prefix=%s",
+                    name,
+                    foreign,
+                    self._config.key_prefix,
                 )
-        return [memoryview(value) if value else None for value in values]
+            found.append(None if foreign or not len_of(answer) else answer)
+        return found
 
     def _spread(self, call: Any, batches: Sequence[Sequence[ObjectName]]) -> list[Any]:
         """Results of one call for each batch, made at the same time."""
