@@ -222,6 +222,7 @@ class NvmeConfig(_Section):
         path: its folder; without one there is no such tier.
         max_bytes: most bytes it holds; an integer or a text such as "64GiB".
         min_free_bytes: bytes of the file system it leaves free for others.
+        max_object_bytes: largest object; a larger file is damaged, and not read into memory.
         quota_bytes, low_watermark: as for the memory.
         direct: whether to read and write past the page cache where the file system allows it.
     """
@@ -229,6 +230,7 @@ class NvmeConfig(_Section):
     path: str | None = None
     max_bytes: int = _size(64 << 30, least=1)
     min_free_bytes: int = _size(1 << 30, least=0)
+    max_object_bytes: int = _size(1 << 30, least=1)
     quota_bytes: int | None = _size(None, least=1)
     low_watermark: float = _number(1.0, above=0, most=1)
     direct: bool = True

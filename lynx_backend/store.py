@@ -534,6 +534,7 @@ def tiers_from_config(config: LynxConfig) -> list[Tier]:
                 nvme.direct,
                 nvme.quota_bytes,
                 nvme.low_watermark,
+                nvme.max_object_bytes,
             )
             tiers.append(GuardedTier(tier))
             undo.callback(tiers[-1].close)

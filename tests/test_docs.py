@@ -38,7 +38,7 @@ def test_the_configuration_page_shows_the_defaults(tmp_path: Path):
     (text,) = blocks(page, "yaml")
     shown = yaml.safe_load(text)
     assert shown.pop("nvme").keys() == {
-        *("path", "max_bytes", "min_free_bytes", "low_watermark", "direct")
+        *("path", "max_bytes", "min_free_bytes", "max_object_bytes", "low_watermark", "direct")
     }
     assert LynxConfig.load(inline=shown, environ={}) == LynxConfig.load(environ={})
 

@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import logging
 import os
 import random
 import shutil
@@ -84,6 +85,8 @@ def test_a_folder_made_by_the_tier_is_its_owners_only(tmp_path):
 def test_limits_out_of_range(tmp_path, max_bytes, min_free_bytes):
     with pytest.raises(ConfigError, match=r"max_bytes >= 1|min_free_bytes"):
         NvmeTier(tmp_path, max_bytes, min_free_bytes)
+    with pytest.raises(ConfigError, match=r"max_object_bytes .* got 0"):
+        NvmeTier(tmp_path, 1, max_object_bytes=0)
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
@@ -103,6 +106,24 @@ def test_a_file_in_the_place_of_a_fan_out_folder(tmp_path):
     file_of(tmp_path, anchor(0)).parent.write_text("mine")
     with pytest.raises(ConfigError, match=r"move what is in its place away"):
         NvmeTier(tmp_path, ROOM)
+
+
+def test_a_file_larger_than_an_object_may_be_is_removed_unread(tmp_path, caplog):
+    tier = NvmeTier(tmp_path, 64 << 30)
+    put(tier, anchor(0), anchor(1))
+    os.truncate(file_of(tmp_path, anchor(0)), 2 << 30)
+    assert tier.sizes([anchor(0), anchor(1)]) == [None, UNIT]
+    with caplog.at_level(logging.WARNING):
+        found = tier.get_many([anchor(0), anchor(1)])
+    assert found == [None, content(anchor(1), UNIT)]
+    assert f"{anchor(0)} is larger than the {1 << 30} bytes" in caplog.text
+    assert not file_of(tmp_path, anchor(0)).exists()
+    assert tier.stats() == TierStats(UNIT, 64 << 30, 1, 1)
+    small = NvmeTier(tmp_path, 64 << 30, max_object_bytes=UNIT)
+    put(small, anchor(0))
+    with pytest.raises(TierFullError, match="raise max_object_bytes"):
+        put(small, anchor(0), units=2)
+    assert small.get(anchor(0)) == content(anchor(0), UNIT)
 
 
 def test_a_fan_out_folder_of_a_time_that_does_not_fit_the_log(tmp_path):

@@ -39,7 +39,7 @@ def check_all_sizes(files: ObjectFiles, folder: Path) -> None:
         path.unlink()
         write(files, path, data)
         assert path.read_bytes() == data
-        got = files.read(str(path))
+        got = files.read(str(path), 1 << 30)
         assert got == data
         assert got.readonly
         path.unlink()
@@ -61,7 +61,7 @@ def test_a_direct_write_leaves_nothing_in_the_page_cache(tmp_path: Path):
         files.direct = direct
         path = tmp_path / str(direct)
         write(files, path, bytes(size))
-        assert files.read(str(path)) == bytes(size)
+        assert files.read(str(path), 1 << 30) == bytes(size)
         done = subprocess.run(
             ["fincore", "--bytes", "--noheadings", "--output", "res", str(path)],
             capture_output=True,
@@ -93,4 +93,4 @@ def test_where_it_does_not_work_it_says_so_and_does_without(
 
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
-        files_in(tmp_path).read(str(tmp_path / "none"))
+        files_in(tmp_path).read(str(tmp_path / "none"), 1)

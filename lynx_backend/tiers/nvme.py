@@ -12,6 +12,7 @@ flock on that file, so a temporary file that can be locked belongs to nobody and
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import time
@@ -21,13 +22,17 @@ from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from ..errors import ConfigError, TierError, TierFullError
+from .. import metrics
+from ..errors import ConfigError, CorruptObjectError, TierError, TierFullError
 from ..keys import ObjectName
+from ..logs import warn_limited
 from .base import Buffer, Tier, TierStats, flat
 from .folder_index import FolderIndex, regular_file
 from .limits import Limits
 from .object_file import ObjectFiles
 from .shared_folder import SharedFolder, fsync_directory, try_lock
+
+logger = logging.getLogger(__name__)
 
 _READERS = 4
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -50,6 +55,8 @@ class NvmeTier(Tier):
         min_free_bytes: what a put leaves free on the file system for others.
         direct: False to use the page cache in any case.
         quota_bytes, low_watermark: as for ``Limits``.
+        max_object_bytes: a larger object is not taken, and a larger file under an object's name is
+            damage: it is not read into memory, but removed.
 
     Attributes:
         direct: whether objects are read and written past the page cache.
@@ -68,12 +75,18 @@ class NvmeTier(Tier):
         direct: bool = True,
         quota_bytes: int | None = None,
         low_watermark: float = 1.0,
+        max_object_bytes: int = 1 << 30,
     ) -> None:
+        if max_object_bytes < 1:
+            raise ConfigError(
+                f"max_object_bytes of the NVMe tier must be >= 1, got {max_object_bytes}"
+            )
         if min_free_bytes < 0:
             raise ConfigError(f"min_free_bytes of the NVMe tier must be >= 0, got {min_free_bytes}")
         self._limits = Limits(max_bytes, quota_bytes, low_watermark)
         self._path = Path(path).absolute()
         self._max_bytes = max_bytes
+        self._max_object_bytes = min(max_object_bytes, max_bytes)
         self._min_free_bytes = min_free_bytes
         self._not_evicted: OSError | None = None
         self._closed = False
@@ -94,6 +107,7 @@ class NvmeTier(Tier):
 
     def put(self, name: ObjectName, data: Buffer) -> None:
         view = flat(data)
+        self.check_size(view.nbytes)
         with self._failures(f"put {name}"):
             try:
                 self._store(name, view)
@@ -105,6 +119,13 @@ class NvmeTier(Tier):
                     self._evict(max(view.nbytes, 1), name)
                 self._store(name, view)
 
+    def check_size(self, size: int) -> None:
+        if size > self._max_object_bytes:
+            raise TierFullError(
+                f"an object of {size} bytes is larger than the {self._max_object_bytes} that one "
+                f"may have in {self._path}; raise max_object_bytes, or max_bytes if that is lower"
+            )
+
     def get(self, name: ObjectName) -> memoryview | None:
         path = self._folder.file(str(name))
         with self._failures(f"get {name}"):
@@ -112,8 +133,13 @@ class NvmeTier(Tier):
                 self._folder.check()
                 return None
             try:
-                data = self._files.read(path)
+                data = self._files.read(path, self._max_object_bytes)
             except FileNotFoundError:
+                return None
+            except OSError as e:
+                if e.errno != errno.EFBIG:
+                    raise
+                self._remove_too_large(name)
                 return None
             with suppress(OSError):  # a read-only disk or another user's file is readable even so
                 now = time.time_ns()
@@ -133,7 +159,8 @@ class NvmeTier(Tier):
         with self._failures("look up objects"):
             self._folder.check()
             found = (regular_file(self._folder.file(str(name))) for name in names)
-            return [None if file is None else file[0] for file in found]
+            most = self._max_object_bytes
+            return [None if file is None or file[0] > most else file[0] for file in found]
 
     def delete(self, names: Sequence[ObjectName]) -> None:
         with self._failures("delete objects"), self._folder.locked():
@@ -255,6 +282,22 @@ class NvmeTier(Tier):
         file = str(name)
         with self._index.changing(file), suppress(FileNotFoundError):
             os.unlink(self._folder.file(file))
+
+    def _remove_too_large(self, name: ObjectName) -> None:
+        metrics.ERRORS.labels(CorruptObjectError.__name__).inc()
+        path = self._folder.file(str(name))
+        warn_limited(
+            logger,
+            "nvme-too-large",
+            "%s is larger than the %d bytes that an object may have: damaged, and removed; if it "
+            "was in order, raise nvme.max_object_bytes",
+            path,
+            self._max_object_bytes,
+        )
+        with suppress(OSError), self._folder.locked():
+            found = regular_file(path)
+            if found is not None and found[0] > self._max_object_bytes:  # nobody replaced it
+                self._remove(name)
 
     @contextmanager
     def _failures(self, action: str) -> Iterator[None]:

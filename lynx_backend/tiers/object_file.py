@@ -55,11 +55,13 @@ class ObjectFiles:
             except OSError as e:
                 self._give_up(e)
 
-    def read(self, path: str) -> memoryview:
-        """All bytes of a file. Raises OSError."""
+    def read(self, path: str, most: int) -> memoryview:
+        """All bytes of a file of at most so many. Raises OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size
+            if size > most:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
             memory = self._memory(size)
             if size < self._direct_from or not self._set_direct(fd, True):
                 return _fill(fd, memory, size)
