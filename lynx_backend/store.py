@@ -138,7 +138,8 @@ class ChunkStore:
             kv: as for ``Codec.encode``.
 
         Returns:
-            True when at least one tier now holds the whole chunk, or will if it can write it.
+            True when at least one tier now holds the whole chunk, or will if it can write it. What
+            others skip, because their queue is full or too small, is logged and counted.
 
         Raises:
             InvalidInputError: ``kv`` cannot be encoded. A tier's failure is not raised.
@@ -320,7 +321,12 @@ class ChunkStore:
         return found
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until what :meth:`put` left for later is written; whether it is."""
+        """Wait until nothing that :meth:`put` left for later waits any more.
+
+        Returns:
+            whether that is so. True although a tier failed to write something, or refused it, which
+            is logged and counted: ask the tier for it to know what it holds.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         return all(
             access.flush(None if end is None else max(0.0, end - time.monotonic()))

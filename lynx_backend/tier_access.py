@@ -72,6 +72,8 @@ class TierAccess:
         self.name = tier.name
         self._check_header = check_header
         self._validate = validate
+        self._queue_bytes = queue_bytes
+        self._closed = False
         self._queue = WriteBehind(f"lynx-{tier.name}", queue_bytes) if queue_bytes else None
         self._measured = float("-inf")
         self._measuring = threading.Lock()
@@ -96,7 +98,8 @@ class TierAccess:
             wait_seconds: most time to wait for room in a full queue.
 
         Returns:
-            whether it will be tried. False, and counted as skipped, when the queue is full.
+            whether it will be tried. False, and counted as skipped, when the queue is full or
+            closed, or smaller than this.
         """
         if self._queue is None:
             return self.put(objects, op)
@@ -106,12 +109,21 @@ class TierAccess:
             return True
         for name in names:
             metrics.OBJECTS.labels(name.part.label, self.name, op, "skipped").inc()
+        if self._closed:
+            kind, why = "closed", "it is closed"
+        elif size > self._queue_bytes:
+            kind = "small"
+            why = f"its {size} bytes are more than tiering.write_behind_bytes={self._queue_bytes}"
+            why += "; raise that, or set it to 0 to write without waiting"
+        else:
+            kind = "queue"
+            why = f"the tier does not keep up: {self._queue.bytes} bytes wait already"
         warn_limited(
             logger,
-            f"{self.name}-queue",
-            "tier %s does not keep up: a chunk was not written, as %d bytes wait already",
+            f"{self.name}-{kind}",
+            "tier %s: a chunk was not written, as %s",
             self.name,
-            self._queue.bytes,
+            why,
         )
         return False
 
@@ -196,11 +208,12 @@ class TierAccess:
             self.tier.delete(names)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the queue is empty; whether it is."""
+        """Wait until nothing waits to be written; whether that is so."""
         return self._queue is None or self._queue.flush(timeout)
 
     def close(self, timeout: float) -> None:
         """Write what waits, for so many seconds at most, and close the tier."""
+        self._closed = True
         if self._queue is not None and (left := self._queue.close(timeout)):
             logger.warning("tier %s closed with %d chunks not written", self.name, left)
         self.tier.close()

@@ -22,6 +22,7 @@ from lynx_backend.codec import Calibration
 from lynx_backend.config import LynxConfig
 from lynx_backend.keys import ChunkKey, ObjectName, Part
 from lynx_backend.layout import KVLayout
+from lynx_backend.logs import WarningLimiter
 from lynx_backend.store import ChunkStore, Presence, StoredObjects, new_cache
 from lynx_backend.tiers import MemoryTier, NvmeTier, Tier
 
@@ -574,6 +575,29 @@ class TestWriteBehind:
         assert store.flush(20)
         assert slow.sizes([KEYS[2].object(Part.ANCHOR)]) == [None]
         assert store.lookup(KEYS[:3]) == [Presence.FULL] * 3
+
+    def test_each_reason_to_skip_has_its_own_message(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch
+    ):
+        monkeypatch.setattr(tier_access, "warn_limited", WarningLimiter().warn)
+        slow = HeldTier(1 << 20)
+        small = ChunkStore(Codec(), [slow], self.size - 1)
+        store = ChunkStore(Codec(), [slow], self.size)
+        with caplog.at_level(logging.WARNING):
+            assert not small.put(KEYS[0], cache())
+            assert small.flush(0)
+            assert store.put(KEYS[0], cache())
+            assert not store.put(KEYS[1], cache())
+            slow.let_through.set()
+            store.close()
+            assert not store.put(KEYS[2], cache())
+        small.close()
+        messages = [record.getMessage() for record in caplog.records]
+        skipped = [text for text in messages if "a chunk was not written" in text]
+        assert len(skipped) == 3
+        assert f"more than tiering.write_behind_bytes={self.size - 1}" in skipped[0]
+        assert f"does not keep up: {self.size} bytes wait already" in skipped[1]
+        assert "it is closed" in skipped[2]
 
     def test_a_writer_may_wait_for_room(self, store: ChunkStore, slow: HeldTier):
         chunks = [store.encode(key, cache()) for key in KEYS[:3]]
