@@ -131,6 +131,10 @@ def _secret() -> Any:
     return field(default=None, repr=False, metadata={"secret": True})
 
 
+def _path() -> Any:
+    return field(default=None, metadata={"path": True})
+
+
 class _Section:
     """Checks and converts every field, however the section is made."""
 
@@ -159,6 +163,8 @@ def _checked(f: Field[Any], value: Any) -> object:
         most = f.metadata.get("most", math.inf)
         if isinstance(converted, (int, float)) and converted > most:
             raise ConfigError(f"must be at most {most:g}, got {converted:g}")
+        if f.metadata.get("path") and isinstance(converted, str):
+            return os.path.expanduser(converted)  # no shell does it for a file of settings
         return converted
     if value is None and f.default is None:
         return None
@@ -190,7 +196,7 @@ class CodecConfig(_Section):
     alpha: float | None = None
     page_tokens: int | None = None
     exact_tokens: int | None = None
-    calibration: str | None = None
+    calibration: str | None = _path()
     threads: int | None = _number(None, above=0)
 
 
@@ -227,7 +233,7 @@ class NvmeConfig(_Section):
         direct: whether to read and write past the page cache where the file system allows it.
     """
 
-    path: str | None = None
+    path: str | None = _path()
     max_bytes: int = _size(64 << 30, least=1)
     min_free_bytes: int = _size(1 << 30, least=0)
     max_object_bytes: int = _size(1 << 30, least=1)
@@ -265,13 +271,13 @@ class RedisConfig(_Section):
     tier: bool = True
     username: str | None = None
     password: str | None = _secret()
-    password_file: str | None = None
+    password_file: str | None = _path()
     sentinel_username: str | None = None
     sentinel_password: str | None = _secret()
-    sentinel_password_file: str | None = None
-    tls_ca_file: str | None = None
-    tls_cert_file: str | None = None
-    tls_key_file: str | None = None
+    sentinel_password_file: str | None = _path()
+    tls_ca_file: str | None = _path()
+    tls_cert_file: str | None = _path()
+    tls_key_file: str | None = _path()
     tls_check_hostname: bool = True
     key_prefix: str = "lynx"
     connections: int = _number(4, above=0)
@@ -312,7 +318,7 @@ class PeersConfig(_Section):
 
     nodes: str | None = None
     secret: str | None = _secret()
-    secret_file: str | None = None
+    secret_file: str | None = _path()
     model: str | None = None
     layout: str | None = None
     timeout_seconds: float = _seconds(5.0)
@@ -395,7 +401,9 @@ class LynxConfig:
             ConfigError: the file cannot be read, or a setting is unknown, of another type or out
                 of range. The message names the setting and the place it was found in.
         """
-        path = file if file is not None else environ.get(FILE_VARIABLE) or None
+        path = (
+            file if file is not None else os.path.expanduser(environ.get(FILE_VARIABLE, "")) or None
+        )
         found: dict[str, tuple[Any, str]] = {}
         found.update(_from_environment(environ))
         if path is not None:

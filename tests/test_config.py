@@ -137,6 +137,22 @@ def test_variables_are_read_as_the_type_of_their_setting(variable, text, value):
     assert type(next(v for v in found if v == value)) is type(value)
 
 
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "lynx.yaml").write_text("peers: {secret_file: ~/secret}")
+    config = load(
+        inline={"redis": {"password_file": "~/pw", "tls_ca_file": "/a/~/b"}},
+        LYNX_CONFIG="~/lynx.yaml",
+        LYNX_NVME_PATH="~/kv",
+        LYNX_CODEC_CALIBRATION="~/m.npz",
+    )
+    assert config.nvme.path == f"{tmp_path}/kv"
+    assert config.codec.calibration == f"{tmp_path}/m.npz"
+    assert config.peers.secret_file == f"{tmp_path}/secret"
+    assert (config.redis.password_file, config.redis.tls_ca_file) == (f"{tmp_path}/pw", "/a/~/b")
+    assert NvmeConfig(path="~/kv").path == f"{tmp_path}/kv"
+
+
 def test_an_empty_variable_counts_as_not_set():
     assert load(LYNX_NVME_PATH="", LYNX_MEMORY_MAX_BYTES="", LYNX_CONFIG="") == LynxConfig()
 
