@@ -151,6 +151,51 @@ def test_inspect_shows_a_file(lynx):
     assert "whole" in done.stdout
 
 
+def test_inspect_takes_a_whole_key_for_what_is_stored(
+    folder: Path, lynx, monkeypatch: pytest.MonkeyPatch
+):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    anchor, residual = (KEY.object(part) for part in Part)
+    (file,) = folder.rglob(str(anchor))
+    monkeypatch.chdir(file.parent)
+    assert lynx("inspect", str(anchor), "--tier", "bogus", **environ).returncode == 2
+    done = lynx("inspect", str(anchor), "--remove", **environ)
+    assert done.returncode == 0
+    assert "removed 1 objects" in done.stdout
+    assert not file.exists()
+    shown = lynx("inspect", f"./{residual}")
+    assert shown.returncode == 0
+    assert "whole" in shown.stdout
+    for option in (["--remove"], ["--verify"], ["--tier", "nvme"]):
+        done = lynx("inspect", f"./{residual}", *option, **environ)
+        assert done.returncode == 2
+        assert "is a file" in done.stderr
+    assert Path(str(residual)).exists()
+
+
+def test_inspect_of_a_text_that_can_be_no_path(folder: Path, lynx):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    done = lynx("inspect", "f" * 300, **environ)
+    assert done.returncode == 1
+    assert "nothing is stored" in done.stdout
+
+
+def test_inspect_makes_no_folder(tmp_path: Path, lynx):
+    done = lynx("inspect", LYNX_NVME_PATH=str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert f"{tmp_path / 'none'} does not exist" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_inspect_does_not_verify_what_another_version_wrote(folder: Path, lynx):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    (folder / "00").mkdir()
+    (folder / "00" / f"{'0' * 64}.0").write_bytes(GOLDEN.read_bytes())
+    done = lynx("inspect", "--verify", **environ)
+    assert done.returncode == 1
+    assert "0 damaged, 1 of something else" in done.stdout.replace("\n", " ")
+
+
 def test_inspect_verifies_everything_and_removes_what_is_damaged(folder: Path, lynx):
     environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
     done = lynx("inspect", "--verify", **environ)
