@@ -120,6 +120,11 @@ def test_mistakes_are_one_readable_line(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_log_level_set_to_nothing_is_not_set(lynx):
+    done = lynx("inspect", GOLDEN, LYNX_LOG_LEVEL="")
+    assert done.returncode == 0, done.stderr
+
+
 def test_inspect_lists_and_shows(folder: Path, lynx):
     environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
     listed = lynx("inspect", **environ)

@@ -63,7 +63,7 @@ def _options(
 
 def main() -> None:
     """Run the command line; a LynxError becomes one readable line and exit status 2."""
-    level = logging.getLevelName(os.environ.get("LYNX_LOG_LEVEL", "WARNING").upper())
+    level = logging.getLevelName((os.environ.get("LYNX_LOG_LEVEL") or "WARNING").upper())
     try:
         if not isinstance(level, int):
             raise ConfigError(
