@@ -96,6 +96,32 @@ def test_check_fails_on_a_tier_too_small_and_says_so(folder: Path, lynx):
     assert "Traceback" not in done.stderr
 
 
+def test_check_fails_when_no_chunk_fits_the_queue_to_a_tier(folder: Path, lynx):
+    done = lynx(
+        "check",
+        LYNX_NVME_PATH=str(folder),
+        LYNX_NVME_MIN_FREE_BYTES="0",
+        LYNX_MEMORY_MAX_BYTES="32MiB",
+        LYNX_TIERING_WRITE_BEHIND_BYTES="1MiB",
+    )
+    assert done.returncode == 1
+    assert "tier nvme failed" in done.stdout
+    assert "tiering.write_behind_bytes=1048576" in done.stdout
+    assert "tier memory failed" not in done.stdout
+
+
+def test_check_fails_when_the_codec_leaves_nothing_of_the_cache(lynx):
+    done = lynx(
+        "check",
+        LYNX_MEMORY_MAX_BYTES="32MiB",
+        LYNX_CODEC_PROFILE="paper",
+        LYNX_CODEC_ANCHOR_BITS="2",
+        LYNX_CODEC_RESIDUAL_BITS="1",
+    )
+    assert done.returncode == 1
+    assert "the codec failed" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [
