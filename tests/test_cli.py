@@ -127,6 +127,13 @@ def test_check_fails_when_the_codec_leaves_nothing_of_the_cache(lynx):
     [
         (["check"], {"LYNX_NVME_PTH": "/x"}, "LYNX_NVME_PATH"),
         (["bench", "fidelity", "--ablate", "--drafts"], {}, "choose one"),
+        (["bench", "fidelity", "--device", "foo"], {}, "must be cpu or cuda, got 'foo'"),
+        (["bench", "fidelity", "--device", "meta"], {}, "must be cpu or cuda, got 'meta'"),
+        (["bench", "fidelity", "--device", "cuda:99"], {}, "no device cuda:99"),
+        (["bench", "fidelity", "--json", "/none/x.json"], {}, "cannot write /none/x.json"),
+        (["bench", "fidelity", "--drafts", "--plot", "/none/x.png"], {}, "cannot write /none/x"),
+        (["bench", "fidelity", "--plot", "x.png"], {}, "not --table"),
+        (["bench", "transport", "--json", "/none/x.json"], {}, "cannot write /none/x.json"),
         (["check"], {"LYNX_NVME_PATH": "/proc/lynx"}, "/proc/lynx"),
         (["check"], {"LYNX_CODEC_PROFILE": "best"}, "linear, paper"),
         (["check"], {"LYNX_LOG_LEVEL": "loud"}, "LYNX_LOG_LEVEL"),
