@@ -292,7 +292,13 @@ def test_trace_shows_and_draws_a_request(tmp_path: Path, lynx):
 
 def test_trace_refuses_what_is_none(tmp_path: Path, lynx):
     wrong = tmp_path / "wrong.json"
-    for content in ("{", "[]", '{"request": "a", "prompt": 1, "stored": 1, "events": [1]}'):
+    for content in (
+        "{",
+        "[]",
+        '{"request": "a", "prompt": 1, "stored": 1, "events": [1]}',
+        '{"request": "a", "prompt": Infinity, "stored": 1, "events": []}',
+        "[" * 100_000,
+    ):
         wrong.write_text(content)
         done = lynx("trace", wrong)
         assert done.returncode == 2
