@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -317,3 +318,30 @@ def test_a_port_that_there_is_not_is_named(lynx, option: str):
     done = lynx("proxy", "--prefill", "http://a", "--decode", "http://b", option, "70000")
     assert done.returncode == 2
     assert f"Invalid value for '{option}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["foo", "localhost:8000", "ftp://a", "http://", "http://a:x", "http://a:70000", "http:/a"],
+)
+@pytest.mark.parametrize("option", ["--prefill", "--decode"])
+def test_a_proxy_does_not_start_before_what_is_no_url(lynx, option: str, url: str):
+    pytest.importorskip("aiohttp", reason="the proxy needs aiohttp")
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # what starts all the same ends here
+        sides = {"--prefill": "http://127.0.0.1:1", "--decode": "http://127.0.0.1:1", option: url}
+        arguments = [text for pair in sides.items() for text in pair]
+        done = lynx("proxy", *arguments, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert f"{option} must be the URL of a server" in done.stderr
+    assert repr(url) in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(lynx):
+    pytest.importorskip("aiohttp", reason="the proxy needs aiohttp")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sides = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1/base/")
+        done = lynx("proxy", *sides, "--port", str(port))
+    assert done.returncode == 2
+    assert f"cannot listen at port {port} of 127.0.0.1" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
