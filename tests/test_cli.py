@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -151,6 +152,22 @@ def test_mistakes_are_one_readable_line(
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_full_disk_behind_stdout_is_one_readable_line():
+    script = "from lynx_backend.cli import main; main()"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("LYNX_")}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script, "inspect", str(GOLDEN)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

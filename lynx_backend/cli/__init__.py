@@ -25,6 +25,8 @@ from . import (
     trace,
 )
 
+logger = logging.getLogger(__name__)
+
 app = typer.Typer(
     name="lynx",
     help="Progressive KV-cache storage and transport for LLM serving.",
@@ -62,7 +64,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; a LynxError becomes one readable line and exit status 2."""
+    """Run the command line; an error meant for the user becomes one line and exit status 2."""
     level = logging.getLevelName((os.environ.get("LYNX_LOG_LEVEL") or "WARNING").upper())
     try:
         if not isinstance(level, int):
@@ -70,10 +72,25 @@ def main() -> None:
                 f"LYNX_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, not {level[6:]}"
             )
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-        app()
-    except LynxError as e:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where it can be told that it did not work
+    except (LynxError, OSError) as e:
+        logger.debug("the command failed", exc_info=True)
         Console(stderr=True, soft_wrap=True).print(
             f"[red]error[/red] ({type(e).__name__}): ", end=""
         )
         print(e, file=sys.stderr)
+        _give_up_what_cannot_be_printed()
         sys.exit(2)
+
+
+def _give_up_what_cannot_be_printed() -> None:
+    """Python tries once more when it ends, and would show a traceback of that."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
