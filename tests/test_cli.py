@@ -171,6 +171,25 @@ def test_a_full_disk_behind_stdout_is_one_readable_line():
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_control_c_while_modules_are_imported_is_quiet():
+    script = """
+import os, signal, sys
+
+class Impatient:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Impatient())
+from lynx_backend.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_log_level_set_to_nothing_is_not_set(lynx):
     done = lynx("inspect", GOLDEN, LYNX_LOG_LEVEL="")
     assert done.returncode == 0, done.stderr
