@@ -136,6 +136,8 @@ def test_check_fails_when_the_codec_leaves_nothing_of_the_cache(lynx):
         (["bench", "fidelity", "--drafts", "--plot", "/none/x.png"], {}, "cannot write /none/x"),
         (["bench", "fidelity", "--plot", "x.png"], {}, "not --table"),
         (["bench", "transport", "--json", "/none/x.json"], {}, "cannot write /none/x.json"),
+        (["calibrate", "--model", "/none", "--out", "/proc/x/y"], {}, "cannot write /proc/x/y"),
+        (["calibrate", "--model", "/none", "--out", "/proc/y"], {}, "cannot write /proc/y"),
         (["check"], {"LYNX_NVME_PATH": "/proc/lynx"}, "/proc/lynx"),
         (["check"], {"LYNX_CODEC_PROFILE": "best"}, "linear, paper"),
         (["check"], {"LYNX_LOG_LEVEL": "loud"}, "LYNX_LOG_LEVEL"),
