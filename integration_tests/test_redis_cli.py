@@ -70,6 +70,13 @@ def test_check_inspect_verify_and_remove(tmp_path: Path) -> None:
         status, text = lynx("inspect", "--verify", **environ)
         assert status == 1
         assert f"damaged {KEY.object(Part.RESIDUAL)}" in text
+        server.ask("DEL", f"lynx:{KEY.object(Part.ANCHOR)}")
+        server.ask("LPUSH", f"lynx:{KEY.object(Part.ANCHOR)}", "no object")
+        status, text = lynx("inspect", "--verify", **environ)
+        assert status == 1
+        assert f"not read {KEY.object(Part.ANCHOR)}" in text
+        assert f"damaged {KEY.object(Part.RESIDUAL)}" in text, "the one behind it is read"
+        assert "1 damaged, 0 of something else, 1 not read" in text
         assert lynx("inspect", str(KEY), "--remove", **environ)[0] == 0
         assert list(tier.names()) == []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -96,11 +98,46 @@ def test_check_fails_on_a_tier_too_small_and_says_so(folder: Path, lynx):
     assert "Traceback" not in done.stderr
 
 
+def test_check_fails_when_no_chunk_fits_the_queue_to_a_tier(folder: Path, lynx):
+    done = lynx(
+        "check",
+        LYNX_NVME_PATH=str(folder),
+        LYNX_NVME_MIN_FREE_BYTES="0",
+        LYNX_MEMORY_MAX_BYTES="32MiB",
+        LYNX_TIERING_WRITE_BEHIND_BYTES="1MiB",
+    )
+    assert done.returncode == 1
+    assert "tier nvme failed" in done.stdout
+    assert "tiering.write_behind_bytes=1048576" in done.stdout
+    assert "tier memory failed" not in done.stdout
+
+
+def test_check_fails_when_the_codec_leaves_nothing_of_the_cache(lynx):
+    done = lynx(
+        "check",
+        LYNX_MEMORY_MAX_BYTES="32MiB",
+        LYNX_CODEC_PROFILE="paper",
+        LYNX_CODEC_ANCHOR_BITS="2",
+        LYNX_CODEC_RESIDUAL_BITS="1",
+    )
+    assert done.returncode == 1
+    assert "the codec failed" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [
         (["check"], {"LYNX_NVME_PTH": "/x"}, "LYNX_NVME_PATH"),
         (["bench", "fidelity", "--ablate", "--drafts"], {}, "choose one"),
+        (["bench", "fidelity", "--device", "foo"], {}, "must be cpu or cuda, got 'foo'"),
+        (["bench", "fidelity", "--device", "meta"], {}, "must be cpu or cuda, got 'meta'"),
+        (["bench", "fidelity", "--device", "cuda:99"], {}, "no device cuda:99"),
+        (["bench", "fidelity", "--json", "/none/x.json"], {}, "cannot write /none/x.json"),
+        (["bench", "fidelity", "--drafts", "--plot", "/none/x.png"], {}, "cannot write /none/x"),
+        (["bench", "fidelity", "--plot", "x.png"], {}, "not --table"),
+        (["bench", "transport", "--json", "/none/x.json"], {}, "cannot write /none/x.json"),
+        (["calibrate", "--model", "/none", "--out", "/proc/x/y"], {}, "cannot write /proc/x/y"),
+        (["calibrate", "--model", "/none", "--out", "/proc/y"], {}, "cannot write /proc/y"),
         (["check"], {"LYNX_NVME_PATH": "/proc/lynx"}, "/proc/lynx"),
         (["check"], {"LYNX_CODEC_PROFILE": "best"}, "linear, paper"),
         (["check"], {"LYNX_LOG_LEVEL": "loud"}, "LYNX_LOG_LEVEL"),
@@ -118,6 +155,46 @@ def test_mistakes_are_one_readable_line(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_full_disk_behind_stdout_is_one_readable_line():
+    script = "from lynx_backend.cli import main; main()"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("LYNX_")}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script, "inspect", str(GOLDEN)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_control_c_while_modules_are_imported_is_quiet():
+    script = """
+import os, signal, sys
+
+class Impatient:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Impatient())
+from lynx_backend.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_log_level_set_to_nothing_is_not_set(lynx):
+    done = lynx("inspect", GOLDEN, LYNX_LOG_LEVEL="")
+    assert done.returncode == 0, done.stderr
 
 
 def test_inspect_lists_and_shows(folder: Path, lynx):
@@ -149,6 +226,51 @@ def test_inspect_shows_a_file(lynx):
     done = lynx("inspect", GOLDEN)
     assert done.returncode == 0
     assert "whole" in done.stdout
+
+
+def test_inspect_takes_a_whole_key_for_what_is_stored(
+    folder: Path, lynx, monkeypatch: pytest.MonkeyPatch
+):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    anchor, residual = (KEY.object(part) for part in Part)
+    (file,) = folder.rglob(str(anchor))
+    monkeypatch.chdir(file.parent)
+    assert lynx("inspect", str(anchor), "--tier", "bogus", **environ).returncode == 2
+    done = lynx("inspect", str(anchor), "--remove", **environ)
+    assert done.returncode == 0
+    assert "removed 1 objects" in done.stdout
+    assert not file.exists()
+    shown = lynx("inspect", f"./{residual}")
+    assert shown.returncode == 0
+    assert "whole" in shown.stdout
+    for option in (["--remove"], ["--verify"], ["--tier", "nvme"]):
+        done = lynx("inspect", f"./{residual}", *option, **environ)
+        assert done.returncode == 2
+        assert "is a file" in done.stderr
+    assert Path(str(residual)).exists()
+
+
+def test_inspect_of_a_text_that_can_be_no_path(folder: Path, lynx):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    done = lynx("inspect", "f" * 300, **environ)
+    assert done.returncode == 1
+    assert "nothing is stored" in done.stdout
+
+
+def test_inspect_makes_no_folder(tmp_path: Path, lynx):
+    done = lynx("inspect", LYNX_NVME_PATH=str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert f"{tmp_path / 'none'} does not exist" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_inspect_does_not_verify_what_another_version_wrote(folder: Path, lynx):
+    environ = {"LYNX_NVME_PATH": str(folder), "LYNX_NVME_MIN_FREE_BYTES": "0"}
+    (folder / "00").mkdir()
+    (folder / "00" / f"{'0' * 64}.0").write_bytes(GOLDEN.read_bytes())
+    done = lynx("inspect", "--verify", **environ)
+    assert done.returncode == 1
+    assert "0 damaged, 1 of something else" in done.stdout.replace("\n", " ")
 
 
 def test_inspect_verifies_everything_and_removes_what_is_damaged(folder: Path, lynx):
@@ -209,7 +331,13 @@ def test_trace_shows_and_draws_a_request(tmp_path: Path, lynx):
 
 def test_trace_refuses_what_is_none(tmp_path: Path, lynx):
     wrong = tmp_path / "wrong.json"
-    for content in ("{", "[]", '{"request": "a", "prompt": 1, "stored": 1, "events": [1]}'):
+    for content in (
+        "{",
+        "[]",
+        '{"request": "a", "prompt": 1, "stored": 1, "events": [1]}',
+        '{"request": "a", "prompt": Infinity, "stored": 1, "events": []}',
+        "[" * 100_000,
+    ):
         wrong.write_text(content)
         done = lynx("trace", wrong)
         assert done.returncode == 2
@@ -228,3 +356,30 @@ def test_a_port_that_there_is_not_is_named(lynx, option: str):
     done = lynx("proxy", "--prefill", "http://a", "--decode", "http://b", option, "70000")
     assert done.returncode == 2
     assert f"Invalid value for '{option}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["foo", "localhost:8000", "ftp://a", "http://", "http://a:x", "http://a:70000", "http:/a"],
+)
+@pytest.mark.parametrize("option", ["--prefill", "--decode"])
+def test_a_proxy_does_not_start_before_what_is_no_url(lynx, option: str, url: str):
+    pytest.importorskip("aiohttp", reason="the proxy needs aiohttp")
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # what starts all the same ends here
+        sides = {"--prefill": "http://127.0.0.1:1", "--decode": "http://127.0.0.1:1", option: url}
+        arguments = [text for pair in sides.items() for text in pair]
+        done = lynx("proxy", *arguments, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert f"{option} must be the URL of a server" in done.stderr
+    assert repr(url) in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(lynx):
+    pytest.importorskip("aiohttp", reason="the proxy needs aiohttp")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sides = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1/base/")
+        done = lynx("proxy", *sides, "--port", str(port))
+    assert done.returncode == 2
+    assert f"cannot listen at port {port} of 127.0.0.1" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

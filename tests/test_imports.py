@@ -126,7 +126,7 @@ import sys
 for name in ("redis", "ucxx", "cupy", "lmcache", "vllm", "sglang", "prometheus_client",
              "transformers", "matplotlib", "gguf"):
     sys.modules[name] = None
-import lynx_backend, lynx_backend.store, lynx_backend.progressive, lynx_backend.cli
+import lynx_backend, lynx_backend.store, lynx_backend.progressive, lynx_backend.cli.app
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 

@@ -2,78 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-
-import typer
-from rich.console import Console
-
-from .. import __version__
-from ..errors import ConfigError, LynxError
-from . import (
-    bench,
-    calibrate,
-    check,
-    demo,
-    demo_vllm,
-    demo_vllm_mp,
-    demo_vllm_progressive,
-    inspect,
-    proxy,
-    serve,
-    trace,
-)
-
-app = typer.Typer(
-    name="lynx",
-    help="Progressive KV-cache storage and transport for LLM serving.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_show_locals=False,
-)
-app.command("demo")(demo.demo)
-app.command("demo-vllm")(demo_vllm.demo_vllm)
-app.command("demo-vllm-mp")(demo_vllm_mp.demo_vllm_mp)
-app.command("demo-vllm-progressive")(demo_vllm_progressive.demo_vllm_progressive)
-app.command("check")(check.check)
-app.command("inspect")(inspect.inspect)
-app.command("serve")(serve.serve)
-app.command("trace")(trace.trace)
-app.command("proxy")(proxy.proxy)
-app.command("calibrate")(calibrate.calibrate)
-app.add_typer(bench.app, name="bench")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"lynx-backend {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
-    ),
-) -> None:
-    pass
 
 
 def main() -> None:
-    """Run the command line; a LynxError becomes one readable line and exit status 2."""
-    level = logging.getLevelName(os.environ.get("LYNX_LOG_LEVEL", "WARNING").upper())
+    """Run the command line, and end it."""
     try:
-        if not isinstance(level, int):
-            raise ConfigError(
-                f"LYNX_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, not {level[6:]}"
-            )
-        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-        app()
-    except LynxError as e:
-        Console(stderr=True, soft_wrap=True).print(
-            f"[red]error[/red] ({type(e).__name__}): ", end=""
-        )
-        print(e, file=sys.stderr)
-        sys.exit(2)
+        from .app import run  # takes seconds, in which one may think better of it
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell says of a command that SIGINT ended

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ..errors import InvalidInputError, UnsupportedError
+from .options import check_writable
 
 app = typer.Typer(help="Measure what Lynx does here.", no_args_is_help=True)
 
@@ -62,8 +63,14 @@ def fidelity(
     chosen = [mode for mode, on in modes.items() if on] or ["table"]
     if len(chosen) > 1:
         raise InvalidInputError(f"--{' and --'.join(chosen)} are different runs; choose one")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("torch sees no CUDA device here; leave --device out")
+    _check_device(device)
+    if plot and (chosen[0] not in ("frontier", "drafts") or plot.suffix != ".png"):
+        raise InvalidInputError(
+            f"--plot draws --frontier or --drafts into a file called .png, not --{chosen[0]} into "
+            f"{plot}"
+        )
+    for path in filter(None, (json_file, plot)):
+        check_writable(path)
     try:
         from ..benchmarks import fidelity as benchmark
         from ..benchmarks.plot import plot as draw
@@ -102,6 +109,17 @@ def fidelity(
         draw(results, plot)
 
 
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # whose message lists two dozen kinds
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InvalidInputError(f"--device must be cpu or cuda, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"torch sees no device {name} here; leave --device out")
+
+
 @app.command()
 def transport(
     link: Annotated[
@@ -128,6 +146,8 @@ def transport(
     """
     if link not in (None, "1gbit", "10gbit"):
         raise InvalidInputError(f"--link must be 1gbit or 10gbit, got {link}")
+    if json_file:
+        check_writable(json_file)
     from ..benchmarks import transport as benchmark
 
     others = beside.split(",")

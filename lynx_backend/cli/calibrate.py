@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..codec.calibration import OCTAVE
 from ..errors import InvalidInputError, UnsupportedError
-from .options import TextOption, read_text
+from .options import TextOption, check_writable, read_text
 
 
 def calibrate(
@@ -44,13 +44,17 @@ def calibrate(
     from ..models import load_model
     from ..texts import prompt_tokens
 
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InvalidInputError(f"cannot write {out}: {e}; give another --out") from None
+    check_writable(out)
     with console.status(f"load {model}") as status:
         loaded, tokenizer = load_model(model, torch.bfloat16)
         prompt = prompt_tokens(tokenizer, read_text(text), tokens)
         status.update(f"read {len(prompt)} tokens")
         made = measure.calibrate(loaded, prompt)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         made.save(out)
     except OSError as e:
         raise InvalidInputError(f"cannot write {out}: {e}; give another --out") from None

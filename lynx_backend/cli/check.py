@@ -24,6 +24,9 @@ from ..transport.member import Member
 from .options import ConfigOption
 
 _ROUNDS = 5
+#: Most squared error of the decoded cache, as a share of its squares. Zeros in place of the cache
+#: have 1, other numbers 2; what a model can use is far below a tenth.
+_MOST_ERROR = 0.5
 
 
 def check(config: ConfigOption = None) -> None:
@@ -32,7 +35,8 @@ def check(config: ConfigOption = None) -> None:
     Prints each setting and where it came from, the codec's speed, and for every tier the time and
     throughput of writing, finding and reading one chunk of 256 tokens: of the calibrated model's
     shape, or 8 MB of BF16 cache. It is removed again. Connects to every other node that is named or
-    found in the directory. Exits with 1 when a tier, the directory or a node failed.
+    found in the directory. Exits with 1 when a tier, the directory or a node failed, or the decoded
+    cache is not like what was encoded.
     """
     console = Console()
     settings = LynxConfig.load(config)
@@ -46,16 +50,22 @@ def check(config: ConfigOption = None) -> None:
     key = chunk_keys(identity, [0])[0]
     sample = torch.randn(layout.shape).to(torch.bfloat16)
     try:
-        objects = _check_codec(console, store, key, sample)
+        objects, accurate = _check_codec(console, store, key, sample)
         healthy = [_check_tier(console, tier, key, objects) for tier in store.tiers]
         peers = _check_peers(console, settings, store.codec.spec.fingerprint)
         stored = store.put(key, sample) and store.flush()
+        size = sum(map(len, objects))
+        arrived = [
+            _check_arrival(console, tier, key, size, settings.tiering.write_behind_bytes)
+            for tier, works in zip(store.tiers, healthy, strict=True)
+            if works
+        ]
         found = store.get(key)
         same = found is not None and torch.equal(found, store.codec.decode(*objects))
     finally:
         store.remove([key])
         store.close()
-    if not (all(healthy) and peers and stored and same):
+    if not (accurate and all(healthy) and all(arrived) and peers and stored and same):
         console.print(
             "[red]FAILED[/red]: see above; a tier or a node that fails is skipped by the store."
         )
@@ -80,7 +90,8 @@ def _show_settings(console: Console, settings: LynxConfig, spec: CodecSpec) -> N
 
 def _check_codec(
     console: Console, store: ChunkStore, key: ChunkKey, sample: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
+    """The sample's objects, and whether what they decode to is like the sample."""
     codec = store.codec
     anchor, residual = codec.encode(sample, key.digest)  # compiles
     out = codec.decode(anchor, residual)
@@ -93,11 +104,21 @@ def _check_codec(
     }.items():
         table.add_row(name, f"{size / _median_seconds(run) / 1e9:.2f}")
     console.print(table)
+    exact = sample.float()
+    error = float((out.float() - exact).square().sum() / exact.square().sum())
     console.print(
         f"{codec.bits_per_element(anchor):.2f} bits an element for the anchor, "
-        f"{codec.bits_per_element(anchor, residual):.2f} for both parts"
+        f"{codec.bits_per_element(anchor, residual):.2f} for both parts, which leave a squared "
+        f"error of {error:.1e} of normally distributed numbers"
     )
-    return anchor, residual
+    accurate = error < _MOST_ERROR  # False of a NaN
+    if not accurate:
+        console.print(
+            f"[red]the codec failed[/red]: no model can use a cache with an error of "
+            f"{_MOST_ERROR} or more; leave codec.anchor_bits, codec.residual_bits and codec.alpha "
+            "to the profile"
+        )
+    return (anchor, residual), accurate
 
 
 def _check_tier(
@@ -148,6 +169,28 @@ def _check_tier(
     else:
         console.print(f"the server uses {used}")
     return True
+
+
+def _check_arrival(
+    console: Console, tier: Tier, key: ChunkKey, size: int, queue_bytes: int
+) -> bool:
+    """Whether a tier holds the chunk that was put into the store and flushed."""
+    try:
+        if None not in tier.sizes([key.object(part) for part in Part]):
+            return True
+        why = "the log says why"
+    except TierError as e:
+        why = str(e)
+    if not tier.in_memory and 0 < queue_bytes < size:
+        why = (
+            f"its {size} bytes never fit the queue of tiering.write_behind_bytes={queue_bytes}; "
+            "raise that to many chunks, or set 0 to wait for every write"
+        )
+    console.print(f"[red]tier {tier.name} failed[/red]: ", end="")
+    console.print(
+        f"a chunk put into the store did not arrive there: {why}", markup=False, soft_wrap=True
+    )
+    return False
 
 
 def _check_peers(console: Console, settings: LynxConfig, codec: str) -> bool:

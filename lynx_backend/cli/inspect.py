@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +16,22 @@ from rich.table import Table
 
 from .. import wire
 from ..codec import CodecSpec
-from ..config import LynxConfig, MemoryConfig
-from ..errors import ConfigError, CorruptObjectError, FormatMismatchError, InvalidInputError
+from ..config import LynxConfig, MemoryConfig, NvmeConfig, RedisConfig
+from ..errors import (
+    ConfigError,
+    CorruptObjectError,
+    FormatMismatchError,
+    InvalidInputError,
+    TierError,
+    TierUnavailableError,
+)
 from ..keys import ObjectName, Part
 from ..store import tiers_from_config
 from ..tiers import Tier
 from .options import ConfigOption
 
 _MOST_LISTED = 50
+_WHOLE_KEY = re.compile(r"[0-9a-f]{64}(\.[0-9])?")
 
 
 def inspect(
@@ -29,7 +39,8 @@ def inspect(
         str | None,
         typer.Argument(
             help="A chunk key (or its first digits), an object name, or the path of a file that "
-            "holds an object. Without one, what is stored is listed.",
+            "holds an object (./NAME, if it is called like one). Without one, what is stored is "
+            "listed.",
             show_default=False,
         ),
     ] = None,
@@ -51,19 +62,24 @@ def inspect(
 ) -> None:
     """Show stored objects: header, sizes, and whether every byte is as it was written.
 
-    Exits with 1 when nothing is found, or when an object shown or verified is damaged.
+    Exits with 1 when nothing is found, or when an object shown or verified is damaged, cannot be
+    read, or is of another format.
     """
     console = Console()
-    if key is not None and Path(key).is_file():
-        raise typer.Exit(0 if _show(console, key, Path(key).read_bytes(), None) else 1)
+    # A whole key means what is stored, even in the very folder that holds the files.
+    if key is not None and not _WHOLE_KEY.fullmatch(key) and os.path.isfile(key):
+        if remove or verify or tier is not None:
+            raise InvalidInputError(
+                f"{key} is a file, of which every byte is checked anyway; --remove, --verify and "
+                "--tier are for what tiers hold: give the whole key or object name"
+            )
+        raise typer.Exit(0 if _show(console, key, _read(key), None) else 1)
     if remove and key is None and not verify:
         raise InvalidInputError(
             "--remove needs a KEY, or --verify to remove what is damaged; to remove everything, "
             "delete the folder or flush the server"
         )
-    # What is in memory is another process's.
-    settings = replace(LynxConfig.load(config), memory=MemoryConfig(enabled=False))
-    tiers = [each for each in tiers_from_config(settings) if tier in (None, each.name)]
+    tiers = tiers_from_config(_settings(config, tier))
     if not tiers:
         raise ConfigError(
             f"no {tier or 'tier'} is configured that outlives its process: set nvme.path or "
@@ -93,6 +109,35 @@ def inspect(
     raise typer.Exit(0 if ok else 1)
 
 
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        raise InvalidInputError(f"{path} cannot be read: {e.strerror}") from None
+
+
+def _settings(config: Path | None, tier: str | None) -> LynxConfig:
+    """The configuration without tiers that are not asked for, or are in another process."""
+    settings = replace(LynxConfig.load(config), memory=MemoryConfig(enabled=False))
+    if tier not in (None, "nvme"):
+        settings = replace(settings, nvme=NvmeConfig())
+    if tier not in (None, "redis"):
+        settings = replace(settings, redis=RedisConfig())
+    path = settings.nvme.path
+    try:
+        # The tier would make its folder, and a misspelt path would look like an empty store.
+        if path is not None:
+            os.stat(path)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"nvme.path {path} does not exist: nothing was stored there, or its file system is not "
+            "mounted; correct the path, or choose another tier with --tier"
+        ) from None
+    except OSError as e:
+        raise ConfigError(f"nvme.path {path} cannot be looked into: {e.strerror}") from None
+    return settings
+
+
 def _matching(tier: Tier, text: str | None) -> list[ObjectName]:
     names = [name for name in tier.names() if text is None or str(name).startswith(text)]
     if text is not None and len({name.key for name in names}) > 1:
@@ -120,11 +165,18 @@ def _list(console: Console, tier: Tier, names: Sequence[ObjectName]) -> None:
 
 
 def _verify(console: Console, tier: Tier, names: Sequence[ObjectName], remove: bool) -> bool:
-    """Read and check objects; whether none is damaged."""
-    whole = foreign = size = 0
+    """Read and check objects; whether all of them are whole and of this format."""
+    whole = foreign = unread = size = 0
     damaged: list[ObjectName] = []
     for name in names:
-        data = tier.get(name)
+        try:
+            data = tier.get(name)
+        except TierError as e:
+            unread += 1
+            if not isinstance(e, TierUnavailableError):  # which says of no object what is wrong
+                console.print(f"[red]not read[/red] {name}: ", end="")
+                console.print(str(e), markup=False)
+            continue
         if data is None:
             continue  # evicted since it was listed
         size += len(data)
@@ -145,9 +197,9 @@ def _verify(console: Console, tier: Tier, names: Sequence[ObjectName], remove: b
     console.print(
         f"tier {tier.name}: {whole} objects whole, {len(damaged)} damaged"
         f"{' and removed' if remove and damaged else ''}, {foreign} of something else, "
-        f"{size / 1e6:.1f} MB read"
+        f"{unread} not read, {size / 1e6:.1f} MB read"
     )
-    return not damaged
+    return not (damaged or foreign or unread)
 
 
 def _show_all(console: Console, tier: Tier, names: Sequence[ObjectName]) -> bool:

@@ -45,3 +45,19 @@ def read_text(path: Path | None) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise InvalidInputError(f"{path} is not UTF-8 text: {e}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Find out before a long run whether its results can be written to ``path``.
+
+    Raises:
+        InvalidInputError: they cannot. Nothing is left where there was nothing.
+    """
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as e:
+        raise InvalidInputError(f"cannot write {path}: {e.strerror}; give another file") from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from .. import metrics
-from ..errors import UnsupportedError
+from ..errors import InvalidInputError, UnsupportedError
 
 
 class FirstToken(str, Enum):
@@ -59,13 +60,27 @@ def proxy(
         raise UnsupportedError(
             f"the proxy needs {e.name}: pip install 'lynx-backend[proxy]'"
         ) from e
-    if metrics_port is not None:
-        metrics.serve(metrics_port)
     sides = Sides(
-        prefill.rstrip("/"),
-        decode.rstrip("/"),
+        _url("--prefill", prefill),
+        _url("--decode", decode),
         first_token is FirstToken.prefill,
         drafts,
         prefill_seconds,
     )
+    if metrics_port is not None:
+        metrics.serve(metrics_port)
     serve(sides, host, port)
+
+
+def _url(option: str, text: str) -> str:
+    """The base URL of an engine's server, without a slash at its end."""
+    try:
+        url = urlsplit(text)
+        is_one = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # no port
+        is_one = False
+    if not is_one or "?" in text or "#" in text:
+        raise InvalidInputError(
+            f"{option} must be the URL of a server, such as http://10.0.0.1:8000, got {text!r}"
+        )
+    return text.rstrip("/")

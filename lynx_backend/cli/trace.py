@@ -49,7 +49,7 @@ class Trace:
             read = json.loads(path.read_text(encoding="utf-8"))
             events = [(float(at), str(event), int(count)) for at, event, count in read["events"]]
             return cls(str(read["request"]), int(read["prompt"]), int(read["stored"]), events)
-        except (OSError, ValueError, TypeError, KeyError) as e:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as e:
             raise InvalidInputError(
                 f"{path} is not a trace: {type(e).__name__}: {e}. vLLM writes one for each request "
                 "into the folder that lynx.trace_dir names"

@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
 
 from .. import metrics
-from ..errors import TransportError
+from ..errors import ConfigError, TransportError
 from ..logs import warn_limited
 from ..side_channel import Listener, News
 from . import handoff
@@ -128,9 +128,19 @@ def _timeout(seconds: float | None) -> ClientTimeout:
 
 
 def serve(sides: Sides, host: str, port: int) -> None:
-    """Run the proxy until Ctrl-C or SIGTERM."""
-    # When a client goes away, so does what was asked of the engines for it.
-    web.run_app(Proxy(sides).app(), host=host, port=port, handler_cancellation=True)
+    """Run the proxy until Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: there cannot be listened.
+    """
+    try:
+        # When a client goes away, so does what was asked of the engines for it.
+        web.run_app(Proxy(sides).app(), host=host, port=port, handler_cancellation=True)
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(
+            f"the proxy cannot listen at port {port} of {host}: {e}; choose another --port or "
+            "--host"
+        ) from None
 
 
 class _Exchange:
