@@ -216,7 +216,8 @@ class TierAccess:
         self._closed = True
         if self._queue is not None and (left := self._queue.close(timeout)):
             logger.warning("tier %s closed with %d chunks not written", self.name, left)
-        self.tier.close()
+        with self._guarded("close"):  # the others are to be closed as well
+            self.tier.close()
 
     # -- details -----------------------------------------------------------------------------------
 

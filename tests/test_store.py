@@ -627,6 +627,14 @@ class TestWriteBehind:
         for tier in tiers[:3]:
             tier.let_through.set()
 
+    def test_a_tier_that_cannot_be_closed_does_not_keep_the_others_open(self, monkeypatch):
+        broken, other = MemoryTier(1 << 20), Device()
+        closed: list[bool] = []
+        monkeypatch.setattr(broken, "close", lambda: 1 / 0)
+        monkeypatch.setattr(other, "close", lambda: closed.append(True))
+        ChunkStore(Codec(), [broken, other]).close()
+        assert closed
+
     def test_what_is_removed_does_not_come_back(self, store: ChunkStore, slow: HeldTier):
         for key in KEYS[:2]:
             store.put(key, cache())
