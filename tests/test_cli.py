@@ -257,6 +257,13 @@ def test_inspect_of_a_text_that_can_be_no_path(folder: Path, lynx):
     assert "nothing is stored" in done.stdout
 
 
+def test_inspect_evicts_nothing(folder: Path, lynx):
+    done = lynx("inspect", LYNX_NVME_PATH=str(folder), LYNX_NVME_MAX_BYTES="1")
+    assert done.returncode == 0
+    assert "2 objects, 0.0 of 0 MB" in done.stdout.replace("\n", " ")
+    assert len(list(NvmeTier(folder, 1 << 20).names())) == 2
+
+
 def test_inspect_makes_no_folder(tmp_path: Path, lynx):
     done = lynx("inspect", LYNX_NVME_PATH=str(tmp_path / "none"))
     assert done.returncode == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from ..errors import (
 )
 from ..keys import ObjectName, Part
 from ..store import tiers_from_config
-from ..tiers import Tier
+from ..tiers import Tier, TierStats
 from .options import ConfigOption
 
 _MOST_LISTED = 50
@@ -79,7 +80,10 @@ def inspect(
             "--remove needs a KEY, or --verify to remove what is damaged; to remove everything, "
             "delete the folder or flush the server"
         )
-    tiers = tiers_from_config(_settings(config, tier))
+    settings = _settings(config, tier)
+    # Opening a folder evicts what is above its limit; whoever looks must not.
+    endless = replace(settings.nvme, max_bytes=sys.maxsize)
+    tiers = tiers_from_config(replace(settings, nvme=endless))
     if not tiers:
         raise ConfigError(
             f"no {tier or 'tier'} is configured that outlives its process: set nvme.path or "
@@ -100,7 +104,9 @@ def inspect(
                 each.delete(names)
                 console.print(f"tier {each.name}: removed {len(names)} objects")
             elif key is None:
-                _list(console, each, names)
+                stats = each.stats()
+                limit = settings.nvme.max_bytes if each.name == "nvme" else stats.capacity_bytes
+                _list(console, each, names, replace(stats, capacity_bytes=limit))
             else:
                 ok = _show_all(console, each, names) and ok
     finally:
@@ -145,7 +151,7 @@ def _matching(tier: Tier, text: str | None) -> list[ObjectName]:
     return sorted(names)
 
 
-def _list(console: Console, tier: Tier, names: Sequence[ObjectName]) -> None:
+def _list(console: Console, tier: Tier, names: Sequence[ObjectName], stats: TierStats) -> None:
     chunks: dict[str, set[Part]] = defaultdict(set)
     for name in names:
         chunks[str(name.key)].add(name.part)
@@ -156,7 +162,6 @@ def _list(console: Console, tier: Tier, names: Sequence[ObjectName]) -> None:
     console.print(table)
     more = max(0, len(chunks) - _MOST_LISTED)
     coarse = sum(parts == {Part.ANCHOR} for parts in chunks.values())
-    stats = tier.stats()
     console.print(
         f"{len(chunks)} chunks{f' ({more} not shown)' if more else ''}, {coarse} of them with only "
         f"their anchor, {len(names)} objects, {stats.used_bytes / 1e6:.1f} of "
