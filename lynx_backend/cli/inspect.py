@@ -173,6 +173,7 @@ def _verify(console: Console, tier: Tier, names: Sequence[ObjectName], remove: b
     """Read and check objects; whether all of them are whole and of this format."""
     whole = foreign = unread = size = 0
     damaged: list[ObjectName] = []
+    absent: set[ObjectName] = set()
     for name in names:
         try:
             data = tier.get(name)
@@ -183,7 +184,8 @@ def _verify(console: Console, tier: Tier, names: Sequence[ObjectName], remove: b
                 console.print(str(e), markup=False)
             continue
         if data is None:
-            continue  # evicted since it was listed
+            absent.add(name)
+            continue
         size += len(data)
         try:
             header = wire.verify(data)
@@ -197,6 +199,10 @@ def _verify(console: Console, tier: Tier, names: Sequence[ObjectName], remove: b
             foreign += 1
             console.print(f"[yellow]foreign[/yellow] {name}: ", end="")
             console.print(str(e), markup=False)
+    # What is listed even now was not evicted: a value that the tier takes for none, and logs.
+    for name in sorted(absent.intersection(tier.names())) if absent else []:
+        unread += 1
+        console.print(f"[red]not read[/red] {name}: what is there cannot be an object")
     if remove and damaged:
         tier.delete(damaged)
     console.print(
