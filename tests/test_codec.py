@@ -242,6 +242,24 @@ def test_values_that_fp16_cannot_hold_are_refused():
         Codec().encode(kv)
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_values_up_to_the_largest_fp16_come_back_finite(profile: str):
+    """A grid's last step ends beyond the largest fp16 when rounding has its way."""
+    rising = torch.linspace(0, 65504, 32).half().reshape(1, 1, 32, 1, 1)
+    codec = Codec(CodecSpec(profile))
+    for kv in (rising, -rising):
+        anchor, residual = codec.encode(kv)
+        coarse, full = codec.decode(anchor), codec.decode(anchor, residual)
+        assert torch.isfinite(coarse).all()
+        assert torch.isfinite(full).all()
+        if profile != "adaptive":
+            parts = [np.frombuffer(payload(o), np.uint8) for o in (anchor, residual)]
+            for found, extra in ((coarse, None), (full, parts[1])):
+                wanted = reference.decode(parts[0], extra, layout_of(kv), codec.spec)
+                assert np.array_equal(bits_of(found), wanted)
+        assert same_bits(codec.refine(coarse, anchor, residual), full)
+
+
 @pytest.mark.parametrize(
     ("kv", "match"),
     [

@@ -22,7 +22,7 @@ from .adaptive_reference import (
     MIN_ROW_RANGE,
     QUARTERS,
 )
-from .cpu import FP16, _get_codes, _inline, _jit, _read_fp16, _store
+from .cpu import _get_codes, _inline, _jit, _read_fp16, _store
 from .width_planes import reorder, sort_by_width, unpack
 
 _MAX = np.float32(65504.0)
@@ -198,8 +198,5 @@ def decode_layers(
                                     q += extra[c]
                                 by = power_of_two(-(8 + width[c] + added))
                                 out[c] = row_low + (np.float32(q) + _HALF) * by * width_
-                    if dtype == FP16:
-                        for c in range(channels):
-                            out[c] = clip(out[c], -_MAX, _MAX)
                     at = kv * strides[0] + layer * strides[1] + (start + t) * strides[2]
                     _store(out, dtype, words[at : at + channels])

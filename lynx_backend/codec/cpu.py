@@ -68,13 +68,13 @@ def _element(bits: Any, dtype: int) -> Any:
 
 @_inline
 def _store(x: Any, dtype: int, row: Any) -> None:
-    """One token's float32 as elements, rounded half to even."""
+    """One token's float32 as elements, rounded half to even, as ``reference.from_float``."""
     if dtype == BF16:
         for c in range(x.size):
             row[c] = float_to_bf16(x[c])
     elif dtype == FP16:
         for c in range(x.size):
-            row[c] = float_to_fp16(x[c])
+            row[c] = float_to_fp16(min(max(x[c], -_MAX), _MAX))
     else:
         for c in range(x.size):
             row[c] = float_to_bits(x[c])
