@@ -23,7 +23,7 @@ from lynx_backend import (
 )
 from lynx_backend.codec import reference
 from lynx_backend.codec.grid import grid_of
-from lynx_backend.codec.spec import PROFILES, PayloadPlan
+from lynx_backend.codec.spec import LEAST_ALPHA, PROFILES, PayloadPlan
 from lynx_backend.layout import KVLayout
 
 SPLITS = [(4, 4), (3, 5), (5, 3), (3, 3), (2, 2), (4, 2), (6, 2), (4, 0), (8, 0), (7, 1)]
@@ -377,6 +377,11 @@ def test_bits_per_element_counts_everything(profile: str):
         ({"page_tokens": 100}, "multiple"),
         ({"chunk": True}, "chunk"),
         ({"alpha": -1.0}, "alpha"),
+        ({"alpha": 0.91}, "alpha must be 0 .* 0.9, got 0.91"),
+        ({"alpha": 1e-7}, "below 0.001 it changes nothing"),
+        ({"profile": "linear", "alpha": 1e-40}, "below 0.001 it changes nothing"),
+        ({"profile": "paper", "alpha": 9e-4}, "below 0.001 it changes nothing"),
+        ({"profile": "paper", "alpha": float("inf")}, "alpha"),
         ({"alpha": float("nan")}, "alpha"),
         ({"alpha": "a"}, "alpha"),
         ({"exact_tokens": 65}, "exact_tokens"),
@@ -385,6 +390,23 @@ def test_bits_per_element_counts_everything(profile: str):
 def test_wrong_specs_are_refused(options: dict[str, object], match: str):
     with pytest.raises(InvalidInputError, match=match):
         CodecSpec(**options)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_smallest_alpha_is_as_good_as_none(profile: str):
+    kv = random_kv((2, 1, 256, 2, 16), torch.float32)
+    least, none = (
+        (codec.decode(*codec.encode(kv)) - kv).square().mean().item()
+        for codec in (Codec(CodecSpec(profile, alpha=a)) for a in (LEAST_ALPHA, 0))
+    )
+    assert least == pytest.approx(none, rel=0.01)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_equal_specs_have_equal_fingerprints(profile: str):
+    a, b = CodecSpec(profile, alpha=-0.0), CodecSpec(profile, alpha=0)
+    assert a == b
+    assert a.fingerprint == b.fingerprint
 
 
 def test_spec_travels_unchanged():
