@@ -270,6 +270,8 @@ def test_values_up_to_the_largest_fp16_come_back_finite(profile: str):
         (torch.zeros(2, 1, 4, 1, 4, dtype=torch.uint8), "already quantized"),
         (torch.zeros(2, 1, 4, 1, 4, device="meta"), "meta"),
         (np.zeros((2, 1, 4, 1, 4), np.float32), "torch.Tensor"),
+        (torch.zeros(2, 1, 4, 1, 4).to_sparse(), "sparse_coo"),
+        (torch._neg_view(torch.ones(2, 1, 4, 1, 4)), "resolve_neg"),
     ],
 )
 def test_wrong_caches_are_refused(kv: torch.Tensor, match: str):
@@ -302,6 +304,66 @@ def test_wrong_objects_and_targets_are_refused():
         codec.decode(anchor, key=b"k" * 32)
     with pytest.raises(InvalidInputError, match="32 bytes"):
         codec.encode(kv, key=b"short")
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, 1, 1, 2, 8).expand(2, 1, 40, 2, 8),
+        torch.zeros(1, 1, 40, 2, 8).expand(2, 1, 40, 2, 8),
+        torch.zeros(2, 1, 40, 2, 1).expand(2, 1, 40, 2, 8),
+        torch.zeros(4000).as_strided((2, 1, 40, 2, 8), (640, 640, 15, 8, 1)),
+        torch.zeros(2, 1, 40, 2, 8, requires_grad=True),
+        torch.zeros(2, 1, 40, 8, 2, requires_grad=True).transpose(3, 4),
+        torch.zeros(2, 1, 40, 2, 8).to_sparse(),
+        torch._neg_view(torch.zeros(2, 1, 40, 2, 8)),
+    ],
+    ids=["tokens", "kv", "dim", "rows", "leaf", "view-of-leaf", "sparse", "negated"],
+)
+def test_targets_that_cannot_be_written_to_are_refused(out: torch.Tensor):
+    codec = Codec(CodecSpec("linear"))
+    objects = codec.encode(torch.ones(2, 1, 40, 2, 8))
+    with pytest.raises(InvalidInputError):
+        codec.decode(*objects, out=out)
+    with pytest.raises(InvalidInputError):
+        codec.refine(out, *objects)
+    if not out.is_sparse:
+        assert not out.any()
+
+
+def test_a_target_may_have_gaps_and_any_order_of_axes():
+    kv = random_kv((2, 3, 40, 2, 8), torch.float32)
+    codec = Codec(CodecSpec("linear"))
+    objects = codec.encode(kv)
+    wanted = codec.decode(*objects)
+    for out in (
+        torch.zeros(40, 8, 2, 4, 6).permute(3, 4, 0, 2, 1)[1:3, ::2],
+        torch.zeros(2, 3, 40, 2, 9)[..., 1:],
+        torch.zeros(6000).as_strided((2, 3, 40, 2, 8), (2000, 645, 16, 8, 1)),
+    ):
+        assert same_bits(codec.decode(*objects, out=out), wanted)
+
+
+def test_arguments_of_the_wrong_type_are_refused():
+    codec = Codec(CodecSpec("linear"))
+    kv = torch.ones(2, 1, 40, 2, 8)
+    anchor, residual = codec.encode(kv)
+    for make in (
+        lambda: Codec("adaptive"),
+        lambda: Codec(False),
+        lambda: Codec(calibration="x.npz"),
+        lambda: Codec(device="foo"),
+        lambda: Codec(device=None),
+        lambda: Codec(threads=1.5),
+        lambda: codec.encode(kv, key=None),
+        lambda: codec.encode(kv, key="k" * 32),
+        lambda: codec.decode(anchor, residual, key=7),
+        lambda: codec.decode(anchor, residual, key=b"k"),
+        lambda: codec.decode(memoryview(bytes(anchor.numpy()))[::2]),
+        lambda: codec.decode(anchor.to_sparse()),
+    ):
+        with pytest.raises(InvalidInputError):
+            make()
 
 
 def test_refine_refused_leaves_the_coarse_cache_as_it_was():
