@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -61,3 +62,11 @@ def test_compiled_code_is_kept(copy: Path, tmp_path: Path):
     assert kept
     assert run(USE, copy, NUMBA_CACHE_DIR=str(tmp_path / "cache")).returncode == 0
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.nbc")} == kept
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="F16C is a feature of x86")
+@pytest.mark.parametrize("env", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "-f16c"}])
+def test_a_processor_without_f16c_is_told_before_llvm_aborts(env: dict[str, str]):
+    done = run(USE, PACKAGE.parent, **env)
+    assert done.returncode == 1, done.stderr
+    assert "UnsupportedError: the codec needs a processor with F16C" in done.stderr

@@ -2,21 +2,43 @@
 
 numba refuses to decorate a function when no folder can hold what it compiles, and a full disk fails
 the call that was to be compiled. Here both cost time only, and one line in the log.
+
+Raises:
+    UnsupportedError: an x86 processor that does not convert float16; LLVM would end the process.
 """
 
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit
+from numba import config, njit
 from numba.core.caching import FunctionCache
+from numba.core.codegen import get_host_cpu_features
+
+from ..errors import UnsupportedError
 
 _log = logging.getLogger(__name__)
 _warned = threading.Event()
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+
+def _check_processor() -> None:
+    features = config.CPU_FEATURES
+    if features is None:
+        features = get_host_cpu_features()
+    if platform.machine() in ("x86_64", "AMD64", "i686") and "+f16c" not in features.split(","):
+        raise UnsupportedError(
+            "the codec needs a processor with F16C, which this one lacks or hides. In a virtual "
+            "machine choose a CPU model that shows it (host-passthrough, or x86-64-v3; qemu64 does "
+            "not); where NUMBA_CPU_NAME or NUMBA_CPU_FEATURES is set, unset it"
+        )
+
+
+_check_processor()
 
 
 def _warn(cause: str) -> None:
