@@ -566,6 +566,10 @@ template <bool BOTH> DEVICE void decode(
                 }
             }
             if (t >= length || places[i] < 0) continue;
+#if DTYPE == 1
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) x[v] = fminf(fmaxf(x[v], -MAX_ABS), MAX_ABS);
+#endif
             Pack out = to_pack(x);
             if (raw >> i & 1) {
                 int e = 0;

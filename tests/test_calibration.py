@@ -90,6 +90,25 @@ def test_tables_that_do_not_fit_are_refused(calibration, wrong):
         replace(calibration, **wrong)
 
 
+@pytest.mark.parametrize("name", ["cos", "sin"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_angles_that_are_not_finite_are_refused(calibration, name, value, tmp_path):
+    wrong = getattr(calibration, name).copy()
+    wrong[1, 3, 2] = value
+    with pytest.raises(InvalidInputError, match="NaN or infinity"):
+        replace(calibration, **{name: wrong})
+    tables = {n: getattr(calibration, n) for n in ("cos", "sin", "table", "priority")}
+    np.savez(tmp_path / "c.npz", **tables | {name: wrong})
+    with pytest.raises(CorruptObjectError, match="NaN or infinity"):
+        Calibration.load(tmp_path / "c.npz")
+
+
+@pytest.mark.parametrize(("first", "count"), [(9, 1), (2, 1), (0, 3), (1, 2), (-1, 1), (0, 0)])
+def test_heads_that_the_model_does_not_have_are_refused(calibration, first, count):
+    with pytest.raises(InvalidInputError, match=f"2 KV heads, asked for {count} from {first}"):
+        calibration.of_heads(first, count)
+
+
 @pytest.mark.parametrize(
     ("frequencies", "power"),
     [

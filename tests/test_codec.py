@@ -23,7 +23,7 @@ from lynx_backend import (
 )
 from lynx_backend.codec import reference
 from lynx_backend.codec.grid import grid_of
-from lynx_backend.codec.spec import PROFILES, PayloadPlan
+from lynx_backend.codec.spec import LEAST_ALPHA, PROFILES, PayloadPlan
 from lynx_backend.layout import KVLayout
 
 SPLITS = [(4, 4), (3, 5), (5, 3), (3, 3), (2, 2), (4, 2), (6, 2), (4, 0), (8, 0), (7, 1)]
@@ -242,6 +242,24 @@ def test_values_that_fp16_cannot_hold_are_refused():
         Codec().encode(kv)
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_values_up_to_the_largest_fp16_come_back_finite(profile: str):
+    """A grid's last step ends beyond the largest fp16 when rounding has its way."""
+    rising = torch.linspace(0, 65504, 32).half().reshape(1, 1, 32, 1, 1)
+    codec = Codec(CodecSpec(profile))
+    for kv in (rising, -rising):
+        anchor, residual = codec.encode(kv)
+        coarse, full = codec.decode(anchor), codec.decode(anchor, residual)
+        assert torch.isfinite(coarse).all()
+        assert torch.isfinite(full).all()
+        if profile != "adaptive":
+            parts = [np.frombuffer(payload(o), np.uint8) for o in (anchor, residual)]
+            for found, extra in ((coarse, None), (full, parts[1])):
+                wanted = reference.decode(parts[0], extra, layout_of(kv), codec.spec)
+                assert np.array_equal(bits_of(found), wanted)
+        assert same_bits(codec.refine(coarse, anchor, residual), full)
+
+
 @pytest.mark.parametrize(
     ("kv", "match"),
     [
@@ -252,6 +270,8 @@ def test_values_that_fp16_cannot_hold_are_refused():
         (torch.zeros(2, 1, 4, 1, 4, dtype=torch.uint8), "already quantized"),
         (torch.zeros(2, 1, 4, 1, 4, device="meta"), "meta"),
         (np.zeros((2, 1, 4, 1, 4), np.float32), "torch.Tensor"),
+        (torch.zeros(2, 1, 4, 1, 4).to_sparse(), "sparse_coo"),
+        (torch._neg_view(torch.ones(2, 1, 4, 1, 4)), "resolve_neg"),
     ],
 )
 def test_wrong_caches_are_refused(kv: torch.Tensor, match: str):
@@ -284,6 +304,66 @@ def test_wrong_objects_and_targets_are_refused():
         codec.decode(anchor, key=b"k" * 32)
     with pytest.raises(InvalidInputError, match="32 bytes"):
         codec.encode(kv, key=b"short")
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, 1, 1, 2, 8).expand(2, 1, 40, 2, 8),
+        torch.zeros(1, 1, 40, 2, 8).expand(2, 1, 40, 2, 8),
+        torch.zeros(2, 1, 40, 2, 1).expand(2, 1, 40, 2, 8),
+        torch.zeros(4000).as_strided((2, 1, 40, 2, 8), (640, 640, 15, 8, 1)),
+        torch.zeros(2, 1, 40, 2, 8, requires_grad=True),
+        torch.zeros(2, 1, 40, 8, 2, requires_grad=True).transpose(3, 4),
+        torch.zeros(2, 1, 40, 2, 8).to_sparse(),
+        torch._neg_view(torch.zeros(2, 1, 40, 2, 8)),
+    ],
+    ids=["tokens", "kv", "dim", "rows", "leaf", "view-of-leaf", "sparse", "negated"],
+)
+def test_targets_that_cannot_be_written_to_are_refused(out: torch.Tensor):
+    codec = Codec(CodecSpec("linear"))
+    objects = codec.encode(torch.ones(2, 1, 40, 2, 8))
+    with pytest.raises(InvalidInputError):
+        codec.decode(*objects, out=out)
+    with pytest.raises(InvalidInputError):
+        codec.refine(out, *objects)
+    if not out.is_sparse:
+        assert not out.any()
+
+
+def test_a_target_may_have_gaps_and_any_order_of_axes():
+    kv = random_kv((2, 3, 40, 2, 8), torch.float32)
+    codec = Codec(CodecSpec("linear"))
+    objects = codec.encode(kv)
+    wanted = codec.decode(*objects)
+    for out in (
+        torch.zeros(40, 8, 2, 4, 6).permute(3, 4, 0, 2, 1)[1:3, ::2],
+        torch.zeros(2, 3, 40, 2, 9)[..., 1:],
+        torch.zeros(6000).as_strided((2, 3, 40, 2, 8), (2000, 645, 16, 8, 1)),
+    ):
+        assert same_bits(codec.decode(*objects, out=out), wanted)
+
+
+def test_arguments_of_the_wrong_type_are_refused():
+    codec = Codec(CodecSpec("linear"))
+    kv = torch.ones(2, 1, 40, 2, 8)
+    anchor, residual = codec.encode(kv)
+    for make in (
+        lambda: Codec("adaptive"),
+        lambda: Codec(False),
+        lambda: Codec(calibration="x.npz"),
+        lambda: Codec(device="foo"),
+        lambda: Codec(device=None),
+        lambda: Codec(threads=1.5),
+        lambda: codec.encode(kv, key=None),
+        lambda: codec.encode(kv, key="k" * 32),
+        lambda: codec.decode(anchor, residual, key=7),
+        lambda: codec.decode(anchor, residual, key=b"k"),
+        lambda: codec.decode(memoryview(bytes(anchor.numpy()))[::2]),
+        lambda: codec.decode(anchor.to_sparse()),
+    ):
+        with pytest.raises(InvalidInputError):
+            make()
 
 
 def test_refine_refused_leaves_the_coarse_cache_as_it_was():
@@ -359,6 +439,11 @@ def test_bits_per_element_counts_everything(profile: str):
         ({"page_tokens": 100}, "multiple"),
         ({"chunk": True}, "chunk"),
         ({"alpha": -1.0}, "alpha"),
+        ({"alpha": 0.91}, "alpha must be 0 .* 0.9, got 0.91"),
+        ({"alpha": 1e-7}, "below 0.001 it changes nothing"),
+        ({"profile": "linear", "alpha": 1e-40}, "below 0.001 it changes nothing"),
+        ({"profile": "paper", "alpha": 9e-4}, "below 0.001 it changes nothing"),
+        ({"profile": "paper", "alpha": float("inf")}, "alpha"),
         ({"alpha": float("nan")}, "alpha"),
         ({"alpha": "a"}, "alpha"),
         ({"exact_tokens": 65}, "exact_tokens"),
@@ -367,6 +452,23 @@ def test_bits_per_element_counts_everything(profile: str):
 def test_wrong_specs_are_refused(options: dict[str, object], match: str):
     with pytest.raises(InvalidInputError, match=match):
         CodecSpec(**options)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_smallest_alpha_is_as_good_as_none(profile: str):
+    kv = random_kv((2, 1, 256, 2, 16), torch.float32)
+    least, none = (
+        (codec.decode(*codec.encode(kv)) - kv).square().mean().item()
+        for codec in (Codec(CodecSpec(profile, alpha=a)) for a in (LEAST_ALPHA, 0))
+    )
+    assert least == pytest.approx(none, rel=0.01)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_equal_specs_have_equal_fingerprints(profile: str):
+    a, b = CodecSpec(profile, alpha=-0.0), CodecSpec(profile, alpha=0)
+    assert a == b
+    assert a.fingerprint == b.fingerprint
 
 
 def test_spec_travels_unchanged():

@@ -123,12 +123,20 @@ def test_arbitrary_bytes_are_refused(data: bytes):
         Codec().decode(data)
 
 
+@pytest.mark.parametrize(
+    ("profile", "dtype"),
+    [("adaptive", torch.float32), ("linear", torch.float16), ("paper", torch.float16)],
+)
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), reseal=st.booleans())
-def test_mutated_objects_raise_or_decode_to_finite_numbers(data: st.DataObject, reseal: bool):
+def test_mutated_objects_raise_or_decode_to_finite_numbers(
+    profile: str, dtype: torch.dtype, data: st.DataObject, reseal: bool
+):
     """Even with checksums made to fit, the outcome is an error or finite values of that shape."""
-    kv = torch.randn(2, 1, 20, 1, 4, generator=torch.Generator().manual_seed(1))
-    codec = Codec()
+    kv = torch.randn(2, 1, 20, 1, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    if dtype == torch.float16:
+        kv[..., 0] *= 65504 / kv[..., 0].abs().max()
+    codec = Codec(CodecSpec(profile))
     objects = [bytearray(o.numpy()) for o in codec.encode(kv)]
     for victim in objects:
         for _ in range(data.draw(st.integers(0, 3))):
@@ -148,6 +156,9 @@ def test_mutated_objects_raise_or_decode_to_finite_numbers(data: st.DataObject, 
     assert reseal or not changed
     assert out.shape == kv.shape
     assert torch.isfinite(out).all()
+    coarse = codec.decode(objects[0])
+    assert torch.isfinite(coarse).all()
+    assert torch.equal(codec.refine(coarse, *objects), out)
 
 
 def test_messages_say_what_was_found_and_expected(objects: list[bytes]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ._compile import inline, jit
 from ._lanes import LANES
 from ._scalars import (
     bf16_to_float,
@@ -22,25 +23,25 @@ from .adaptive_reference import (
     MIN_ROW_RANGE,
     QUARTERS,
 )
-from .cpu import FP16, _get_codes, _inline, _jit, _read_fp16, _store
+from .cpu import _get_codes, _read_fp16, _store
 from .width_planes import reorder, sort_by_width, unpack
 
 _MAX = np.float32(65504.0)
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 
-@_inline
+@inline
 def power_of_two(e: Any) -> Any:
     """2^e as float32, e in [-126, 127]."""
     return bits_to_float(np.uint32((e + 127) << 23))
 
 
-@_inline
+@inline
 def clip(x: Any, least: Any, most: Any) -> Any:
     return min(max(x, least), most)
 
 
-@_inline
+@inline
 def rotate(row: Any, heads: int, d: int, cos: Any, sin: Any, way: Any, out: Any) -> None:
     """Turn the pairs of every head into ``out``, other memory than ``row``; way: -1 turns back."""
     pairs = cos.size
@@ -56,7 +57,7 @@ def rotate(row: Any, heads: int, d: int, cos: Any, sin: Any, way: Any, out: Any)
             x[c] = a[c]
 
 
-@_jit
+@jit
 def count_impossible(anchor: Any, shape: Any, totals: Any, page_tokens: int, starts: Any) -> int:
     """Number of scales, widths and rows in an anchor that no encoder writes."""
     kvs, layers, tokens, heads, d = shape
@@ -90,7 +91,7 @@ def count_impossible(anchor: Any, shape: Any, totals: Any, page_tokens: int, sta
     return wrong
 
 
-@_inline
+@inline
 def _rebuild(
     code: Any, extra: Any, step: Any, fraction: Any, low: Any, half: Any, scale: Any,
     beta: Any, c3: Any, out: Any,
@@ -105,13 +106,13 @@ def _rebuild(
         out[c] = (low[c] + (z * (c3 + beta * abs(z)) + _ONE) * half[c]) * scale[c]
 
 
-@_inline
+@inline
 def _read_bf16(section: Any, base: int, index: int) -> Any:
     at = base + 2 * index
     return bf16_to_float(np.uint16(section[at] | section[at + 1] << 8))
 
 
-@_jit
+@jit
 def decode_layers(
     anchor: Any, residual: Any, fine: bool, shape: Any, cos: Any, sin: Any, table: Any,
     curve: Any, residual_bits: int, page_tokens: int, starts: Any,
@@ -198,8 +199,5 @@ def decode_layers(
                                     q += extra[c]
                                 by = power_of_two(-(8 + width[c] + added))
                                 out[c] = row_low + (np.float32(q) + _HALF) * by * width_
-                    if dtype == FP16:
-                        for c in range(channels):
-                            out[c] = clip(out[c], -_MAX, _MAX)
                     at = kv * strides[0] + layer * strides[1] + (start + t) * strides[2]
                     _store(out, dtype, words[at : at + channels])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ._compile import inline, jit
 from ._lanes import LANES, add_upper_half, sum_eight
 from ._scalars import (
     bf16_to_float,
@@ -32,7 +33,7 @@ from .adaptive_reference import (
     QUARTERS,
     SCALE_STEPS,
 )
-from .cpu import _fp16_down, _inline, _jit, _load, _put_codes
+from .cpu import _fp16_down, _load, _put_codes
 from .width_planes import pack, reorder, sort_by_width
 
 _INF = np.float32(np.inf)
@@ -42,7 +43,7 @@ _LOW_QUARTER = int(QUARTERS[1].view(np.uint32)) & 0x7FFFFF
 _HIGH_QUARTER = int(QUARTERS[3].view(np.uint32)) & 0x7FFFFF
 
 
-@_jit
+@jit
 def _bf16_down(x: Any) -> Any:
     """Bits of the largest bfloat16 <= x; zero is +0."""
     u = np.int64(float_to_bits(x))
@@ -52,13 +53,13 @@ def _bf16_down(x: Any) -> Any:
     return np.uint16(0 if cut == 0x80000000 else cut >> 16)
 
 
-@_inline
+@inline
 def _put_u16(section: Any, at: int, value: Any) -> None:
     section[at] = value & 255
     section[at + 1] = value >> 8
 
 
-@_jit
+@jit
 def _sum_of_squares(x: Any, work: Any) -> Any:
     """By halves; work: float32, zeros behind x.size, the next power of two of it and at least 8.
 
@@ -73,7 +74,7 @@ def _sum_of_squares(x: Any, work: Any) -> Any:
     return sum_eight(work)
 
 
-@_jit
+@jit
 def _quarter_exponent(power: Any) -> int:
     u = np.int64(float_to_bits(power))
     mantissa = u & 0x7FFFFF
@@ -81,7 +82,7 @@ def _quarter_exponent(power: Any) -> int:
     return 2 * int((u >> 23) - 127) + steps
 
 
-@_jit
+@jit
 def _set_widths(ranges: Any, priority: Any, total: int, level: Any, width: Any) -> None:
     """``adaptive_reference.widths_of`` for one head, by bisection for the level of the last bit."""
     d = ranges.size
@@ -115,7 +116,7 @@ def _set_widths(ranges: Any, priority: Any, total: int, level: Any, width: Any) 
         c -= 1
 
 
-@_jit
+@jit
 def _find_row(
     words: Any, dtype: int, step: int, length: int, row: Any, work: Any, squares: Any, star: Any
 ) -> None:
@@ -133,7 +134,7 @@ def _find_row(
                 star[h] = t
 
 
-@_jit
+@jit
 def _set_token_scales(
     squares: Any, star: Any, length: int, d: int, steps: Any, exponent: Any
 ) -> None:
@@ -151,7 +152,7 @@ def _set_token_scales(
             steps[t, h] = 0 if t == star[h] else below
 
 
-@_jit
+@jit
 def _load_page(
     words: Any, dtype: int, step: int, length: int, star: Any, token_scale: bool,
     cos: Any, sin: Any, steps: Any, exponent: Any,
@@ -196,7 +197,7 @@ def _load_page(
     return bad
 
 
-@_jit
+@jit
 def _scale_keys(bottom: Any, top: Any, exponent: Any, scale: Any) -> None:
     """C. One power of two for each head's keys; its bounds are scaled, too."""
     d = scale.size // exponent.size
@@ -214,7 +215,7 @@ def _scale_keys(bottom: Any, top: Any, exponent: Any, scale: Any) -> None:
             hi[c] = hi[c] * by
 
 
-@_jit
+@jit
 def _set_grid(bottom: Any, top: Any, section: Any, low: Any, factor: Any, ranges: Any) -> None:
     """D. Low and range of every channel; ranges: as bits of fp16."""
     channels = low.size
@@ -229,7 +230,7 @@ def _set_grid(bottom: Any, top: Any, section: Any, low: Any, factor: Any, ranges
         factor[c] = _ONE / span
 
 
-@_jit
+@jit
 def _put_row(
     words: Any, dtype: int, step: int, star: Any, exponent: Any, levels: Any, width: Any,
     residual_bits: int, heads_at: int, section: Any, row: Any, row_code: Any,
@@ -259,7 +260,7 @@ def _put_row(
             coded[c] = q >> (width[h * d + c] + residual_bits)
 
 
-@_inline
+@inline
 def _quantize(y: Any, scale: Any, low: Any, factor: Any, levels: Any, curve: Any, out: Any) -> None:
     """Whole codes of one token, as float32."""
     beta, c3, c1, c2, c4 = curve
@@ -276,7 +277,7 @@ def _quantize(y: Any, scale: Any, low: Any, factor: Any, levels: Any, curve: Any
             out[c] = clip(np.floor(u * levels[c]), _ZERO, levels[c] - _ONE)
 
 
-@_jit
+@jit
 def encode_layers(
     words: Any, dtype: int, strides: Any, shape: Any, cos: Any, sin: Any, table: Any, priority: Any,
     totals: Any, curve: Any, residual_bits: int, page_tokens: int, starts: Any,

@@ -28,7 +28,6 @@ import numpy.typing as npt
 from ..layout import KVLayout
 from .calibration import Calibration
 from .reference import (
-    MAX_ABS,
     Reader,
     from_float,
     pack_codes,
@@ -467,7 +466,5 @@ def decode(
             page.row = (row << (width + r)) + page.q[star, np.arange(heads)]
             x = decode_page(page, residual is not None, token_scale, cos, sin, spec)
             start = p * spec.page_tokens
-            if layout.dtype == "float16":
-                x = np.clip(x, _f(-MAX_ABS), _f(MAX_ABS))
             out[kv, layer, start : start + tokens] = from_float(x.reshape(tokens, -1), layout.dtype)
     return out

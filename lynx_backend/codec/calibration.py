@@ -37,7 +37,7 @@ class Calibration:
         fingerprint: 16 hex digits of all of this; :meth:`of_heads` keeps the whole model's.
 
     Raises:
-        InvalidInputError: the tables do not fit each other.
+        InvalidInputError: the tables do not fit each other, or an angle's is not finite.
     """
 
     cos: npt.NDArray[np.float32]
@@ -59,6 +59,11 @@ class Calibration:
                 f"calibration tables do not fit: cos {self.cos.shape}, sin {self.sin.shape}, table "
                 f"{self.table.shape}, priority {self.priority.shape}; expected [tables, 256, "
                 "pairs] twice, [layers], [layers, kv_heads, head_dim] with 2·pairs <= head_dim"
+            )
+        if not (np.isfinite(self.cos).all() and np.isfinite(self.sin).all()):
+            raise InvalidInputError(
+                "calibration tables hold NaN or infinity, and every key would: make them again "
+                "with `lynx calibrate`"
             )
         digest = xxhash.xxh3_64()
         for array, kind in zip(self._arrays().values(), _KINDS.values(), strict=True):
@@ -129,7 +134,15 @@ class Calibration:
 
         The fingerprint stays the whole model's: all ranks share one spec, and a node that only
         keeps objects can check those of every rank.
+
+        Raises:
+            InvalidInputError: no heads, or some that the model does not have.
         """
+        heads = self.priority.shape[1]
+        if not (count >= 1 and 0 <= first <= heads - count):
+            raise InvalidInputError(
+                f"the calibration has {heads} KV heads, asked for {count} from {first} on"
+            )
         part = replace(self, priority=self.priority[:, first : first + count])
         object.__setattr__(part, "fingerprint", self.fingerprint)
         return part

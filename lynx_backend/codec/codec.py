@@ -53,7 +53,7 @@ class Codec:
     def __new__(
         cls, spec: CodecSpec | None = None, device: str = "cpu", *_: Any, **__: Any
     ) -> Codec:
-        if cls is Codec and torch.device(device).type == "cuda":
+        if cls is Codec and _device_type(device) == "cuda":
             from .cuda_codec import CudaCodec  # not everyone has CuPy
 
             return super().__new__(CudaCodec)
@@ -66,11 +66,15 @@ class Codec:
         threads: int | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        if torch.device(device).type != self._device_type:
+        if _device_type(device) != self._device_type:
             raise UnsupportedError(f"no codec for device {device!r}; use device='cpu' or 'cuda'")
-        if threads is not None and threads < 1:
-            raise InvalidInputError(f"threads must be at least 1, got {threads}")
-        spec = spec or CodecSpec()
+        if threads is not None and (not isinstance(threads, int) or threads < 1):
+            raise InvalidInputError(f"threads must be a whole number from 1 on, got {threads!r}")
+        if spec is None:
+            spec = CodecSpec()
+        _expect_type(spec, CodecSpec, "spec", "CodecSpec(profile, ...)")
+        if calibration is not None:
+            _expect_type(calibration, Calibration, "calibration", "Calibration.load(path)")
         mine = UNCALIBRATED if calibration is None else calibration.fingerprint
         if spec.calibration not in (UNCALIBRATED, mine):
             raise InvalidInputError(
@@ -108,6 +112,7 @@ class Codec:
         """
         layout = layout_of(kv)
         _expect_cpu(kv, "a tensor")
+        expect_key(key)
         objects: list[torch.Tensor] = []
 
         def make(size: int) -> Bytes:
@@ -198,6 +203,8 @@ class Codec:
             CorruptObjectError, FormatMismatchError: it is not.
         """
         header = wire.verify(_view(data))
+        if key is not None:
+            expect_key(key)
         wire.expect(header, part, self._wire_spec, key)
         self._scheme.check_size(header.layout, part, header.payload_bytes)
         return header
@@ -234,6 +241,11 @@ def layout_of(kv: torch.Tensor) -> KVLayout:
     """The axes of a cache; raises InvalidInputError for what is none."""
     if not isinstance(kv, torch.Tensor):
         raise InvalidInputError(f"a KV cache is a torch.Tensor {_AXES}, got {type(kv).__name__}")
+    if kv.layout != torch.strided or kv.is_neg():
+        raise InvalidInputError(
+            f"a KV cache is a dense tensor that holds its own values, got {kv.layout}"
+            f"{', a negated view' if kv.is_neg() else ''}; call to_dense() or resolve_neg() on it"
+        )
     if kv.dim() != 5:
         raise InvalidInputError(f"a KV cache has the axes {_AXES}, got shape {tuple(kv.shape)}")
     name = _TORCH_DTYPES.get(kv.dtype, str(kv.dtype).removeprefix("torch."))
@@ -269,18 +281,45 @@ def _payload(data: Object) -> Bytes:
 
 def _view(data: Object) -> memoryview:
     if isinstance(data, (bytes, bytearray, memoryview)):
-        return memoryview(data).cast("B")
+        view = memoryview(data)
+        if not view.c_contiguous:
+            raise InvalidInputError(f"an object is contiguous bytes, got strides {view.strides}")
+        return view.cast("B")
     if not isinstance(data, torch.Tensor):
         raise InvalidInputError(
             f"an object is a 1-D uint8 tensor from encode(), or bytes; got {type(data).__name__}"
         )
-    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+    dense = data.layout == torch.strided
+    if data.dtype != torch.uint8 or data.dim() != 1 or not (dense and data.is_contiguous()):
         raise InvalidInputError(
             "an object is a contiguous 1-D uint8 tensor from encode(), got "
-            f"{data.dtype} of shape {tuple(data.shape)}"
+            f"{data.dtype} of shape {tuple(data.shape)}{'' if dense else f', {data.layout}'}"
         )
     _expect_cpu(data, "an object")
     return data.numpy().data
+
+
+def _device_type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as e:
+        raise InvalidInputError(
+            f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}: {e}"
+        ) from None
+
+
+def _expect_type(value: object, kind: type, name: str, like: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidInputError(f"{name} must be a {kind.__name__}, got {value!r}; give {like}")
+
+
+def expect_key(key: object) -> None:
+    """Raise InvalidInputError unless ``key`` is the digest of a chunk's key."""
+    if not isinstance(key, bytes) or len(key) != wire.KEY_BYTES:
+        found = len(key) if isinstance(key, bytes) else type(key).__name__
+        raise InvalidInputError(
+            f"a chunk key is {wire.KEY_BYTES} bytes (ChunkKey.digest), got {found}"
+        )
 
 
 def _expect_cpu(data: torch.Tensor, what: str) -> None:
@@ -313,4 +352,21 @@ def _target(out: torch.Tensor | None, layout: KVLayout) -> torch.Tensor:
             f"the objects hold a cache of shape {layout.shape} {layout.dtype}, the target is "
             f"{found.shape} {found.dtype}"
         )
+    expect_writable(out)
     return out
+
+
+def expect_writable(out: torch.Tensor) -> None:
+    """Raise InvalidInputError unless each element of ``out`` has a place of its own."""
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InvalidInputError("the target needs a gradient; give target.detach()")
+    # Sorted by stride, each axis must step over all that the smaller ones reach.
+    reach = 0
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise InvalidInputError(
+                    f"elements of the target share memory: shape {tuple(out.shape)}, strides "
+                    f"{out.stride()}; give a tensor of its own, or a view without expand()"
+                )
+            reach += stride * (size - 1)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ._compile import inline, jit
 from ._scalars import (
     bf16_to_float,
     bits_to_float,
@@ -38,11 +38,8 @@ _INF = np.float32(np.inf)
 _ZERO, _255 = np.float32(0), np.float32(255)
 _HALF_EVEN = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
 
-_jit = njit(nogil=True, cache=True, error_model="numpy")
-_inline = njit(nogil=True, cache=True, error_model="numpy", inline="always")
 
-
-@_inline
+@inline
 def _load(row: Any, dtype: int, out: Any) -> None:
     """One token's elements as float32."""
     if dtype == BF16:
@@ -56,7 +53,7 @@ def _load(row: Any, dtype: int, out: Any) -> None:
             out[c] = bits_to_float(np.uint32(row[c]))
 
 
-@_inline
+@inline
 def _element(bits: Any, dtype: int) -> Any:
     """One element as float32."""
     if dtype == BF16:
@@ -66,21 +63,21 @@ def _element(bits: Any, dtype: int) -> Any:
     return bits_to_float(np.uint32(bits))
 
 
-@_inline
+@inline
 def _store(x: Any, dtype: int, row: Any) -> None:
-    """One token's float32 as elements, rounded half to even."""
+    """One token's float32 as elements, rounded half to even, as ``reference.from_float``."""
     if dtype == BF16:
         for c in range(x.size):
             row[c] = float_to_bf16(x[c])
     elif dtype == FP16:
         for c in range(x.size):
-            row[c] = float_to_fp16(x[c])
+            row[c] = float_to_fp16(min(max(x[c], -_MAX), _MAX))
     else:
         for c in range(x.size):
             row[c] = float_to_bits(x[c])
 
 
-@_inline
+@inline
 def _put_codes(plane: Any, channels: int, token: int, bits: int, codes: Any, drop: int) -> None:
     """Write ``bits`` bits of one token's codes, above the lowest ``drop``, into a bit plane.
 
@@ -101,7 +98,7 @@ def _put_codes(plane: Any, channels: int, token: int, bits: int, codes: Any, dro
             row[c] = shift_right(shift_right(codes[c], drop) & mask, 8 - shift)
 
 
-@_inline
+@inline
 def _get_codes(plane: Any, channels: int, token: int, bits: int, codes: Any) -> None:
     """Read one token's codes from a bit plane."""
     at, shift = (token * bits) >> 3, (token * bits) & 7
@@ -116,7 +113,7 @@ def _get_codes(plane: Any, channels: int, token: int, bits: int, codes: Any) -> 
             codes[c] = (shift_right(row[c], shift) | shift_left(more[c], 8 - shift)) & mask
 
 
-@_jit
+@jit
 def _fp16_down(x: Any) -> Any:
     """Bits of the largest float16 <= x; zero is +0."""
     h = np.int64(float_to_fp16(x))
@@ -125,7 +122,7 @@ def _fp16_down(x: Any) -> Any:
     return np.uint16(0 if h == 0x8000 else h)
 
 
-@_jit
+@jit
 def _fp16_up(x: Any) -> Any:
     """Bits of the smallest float16 >= x; zero is +0."""
     h = np.int64(float_to_fp16(x))
@@ -134,18 +131,18 @@ def _fp16_up(x: Any) -> Any:
     return np.uint16(0 if h == 0x8000 else h)
 
 
-@_inline
+@inline
 def _whole(x: Any) -> Any:
     """x rounded half to even, |x| < 2**22."""
     return (x + _HALF_EVEN) - _HALF_EVEN
 
 
-@_inline
+@inline
 def _clip(x: Any, most: Any) -> Any:
     return min(max(x, _ZERO), most)
 
 
-@_jit
+@jit
 def count_small_keys(
     x: Any, dtype: int, strides: Any, shape: Any, layer_step: int, page_tokens: int, ratio: int
 ) -> Any:
@@ -176,7 +173,7 @@ def count_small_keys(
     return small
 
 
-@_jit
+@jit
 def encode_units(
     x: Any, dtype: int, strides: Any, shape: Any, exact: Any,
     profile: int, bits: Any, chunk: int, page_tokens: int,
@@ -311,7 +308,7 @@ def encode_units(
     return 0
 
 
-@_jit
+@jit
 def _mean_scale(
     x: Any, dtype: int, origin: int, stride: int, exact: Any, from_t: int, to_t: int,
     low: Any, per_unit: Any, row: Any, mean: Any, dev: Any, base: Any, span: Any,
@@ -343,12 +340,12 @@ def _mean_scale(
         span[c] = float_to_u8(_clip(np.ceil(dev[c]), _255))
 
 
-@_inline
+@inline
 def _read_fp16(section: Any, index: int) -> Any:
     return fp16_to_float(np.uint16(section[2 * index] | section[2 * index + 1] << 8))
 
 
-@_jit
+@jit
 def count_impossible_scales(
     anchor: Any, sections: Any, units: int, pages: int, channels: int
 ) -> int:
@@ -363,7 +360,7 @@ def count_impossible_scales(
     return wrong
 
 
-@_jit
+@jit
 def decode_units(
     anchor: Any, residual: Any, both: bool, shape: Any,
     profile: int, bits: Any, chunk: int, page_tokens: int,

@@ -20,7 +20,7 @@ from ..errors import InvalidInputError
 from ..keys import Part
 from ..layout import KVLayout
 from .calibration import Calibration
-from .codec import Codec, Object, layout_of, object_bytes
+from .codec import Codec, Object, expect_key, expect_writable, layout_of, object_bytes
 from .cuda import check_device
 from .cuda_adaptive import CudaAdaptive
 from .cuda_chunked import CudaChunked
@@ -188,10 +188,7 @@ class CudaCodec(Codec):
             InvalidInputError: wrong shape, dtype or device.
         """
         layout = self._layout_of(kv)
-        if len(key) != wire.KEY_BYTES:
-            raise InvalidInputError(
-                f"a chunk key is {wire.KEY_BYTES} bytes (ChunkKey.digest), got {len(key)}"
-            )
+        expect_key(key)
         with self._on(stream):
             ours = torch.cuda.current_stream()
             if isinstance(kv, torch.Tensor):
@@ -338,6 +335,8 @@ class CudaCodec(Codec):
                 f"the objects hold a cache of shape {layout.shape} {layout.dtype}, the target is "
                 f"{found.shape} {found.dtype}"
             )
+        if isinstance(out, torch.Tensor):
+            expect_writable(out)
         return out
 
 

@@ -41,12 +41,15 @@ def to_float(bits: Bits, dtype: str) -> F32:
 
 
 def from_float(x: F32, dtype: str) -> Bits:
-    """float32 as the bits of ``dtype``, rounded half to even; x is finite."""
+    """float32 as the bits of ``dtype``, rounded half to even; x is finite.
+
+    What lies beyond the largest fp16 becomes that: no code decodes to infinity.
+    """
     if dtype == "bfloat16":
         u = x.view(np.uint32)
         return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
     if dtype == "float16":
-        return x.astype(np.float16).view(np.uint16)
+        return x.clip(_f(-MAX_ABS), _f(MAX_ABS)).astype(np.float16).view(np.uint16)
     return x.view(np.uint32)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ _DEFAULTS: dict[str, dict[str, float | int]] = {
 SINK_RATIO = 16
 SINK_SHARE = (5, 16)
 _WIRE = struct.Struct("<BBBxHHHxxd8s4x")
+#: The smallest alpha but 0. A grid divides by it: near 0 float32 cancels, and the cache with it.
+LEAST_ALPHA = 1e-3
 UNCALIBRATED = "0" * 16
 _HEX = re.compile(r"[0-9a-f]{16}")
 SECTION_ALIGN = 16
@@ -42,8 +43,8 @@ class CodecSpec:
         residual_bits: bits an element in the residual, 0 to 8 - anchor_bits.
         chunk: tokens that share a scale; divides page_tokens. ``adaptive`` has one scale a page.
             None for the profile's default.
-        alpha: companding strength, 0 for a uniform grid; None for the profile's default.
-            ``adaptive``: the share of the quadratic term, at most 0.9.
+        alpha: companding strength, 0 for a uniform grid or 0.001 to 1e6; None for the profile's
+            default. ``adaptive``: the share of the quadratic term, at most 0.9.
         page_tokens: tokens of one page, 8 to 1024 in steps of 8; ``adaptive``: at most 256.
         exact_tokens: most tokens of one object kept unquantized (attention sinks found in the
             data); None for the profile's default. ``adaptive`` has one in every head and page.
@@ -84,9 +85,13 @@ class CodecSpec:
             )
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
             raise InvalidInputError(f"alpha must be a number, got {self.alpha!r}")
-        object.__setattr__(self, "alpha", float(self.alpha))
-        if not (math.isfinite(self.alpha) and 0 <= self.alpha <= 1e6):
-            raise InvalidInputError(f"alpha must be between 0 (uniform) and 1e6, got {self.alpha}")
+        object.__setattr__(self, "alpha", float(self.alpha) or 0.0)  # -0.0 is 0.0
+        most = 0.9 if self.profile == "adaptive" else 1e6
+        if self.alpha and not LEAST_ALPHA <= self.alpha <= most:
+            raise InvalidInputError(
+                f"alpha must be 0 (uniform) or between {LEAST_ALPHA} and {most:g}, got "
+                f"{self.alpha}; below {LEAST_ALPHA} it changes nothing but the rounding errors"
+            )
 
     def _check_adaptive(self) -> None:
         self._check("page_tokens", 8, 256)
@@ -101,8 +106,6 @@ class CodecSpec:
             raise InvalidInputError(
                 f"calibration must be 16 lower-case hex digits, got {self.calibration!r}"
             )
-        if isinstance(self.alpha, (int, float)) and not 0 <= self.alpha <= 0.9:
-            raise InvalidInputError(f"alpha must be between 0 and 0.9, got {self.alpha}")
 
     def _check(self, field: str, least: int, most: int) -> None:
         value = getattr(self, field)

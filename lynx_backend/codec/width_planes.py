@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._compile import inline, jit
 from ._lanes import LANES, copy_bytes, copy_lanes, get_lanes, put_lanes
 from ._scalars import join_bytes, take_byte
 from .adaptive_reference import MAX_WIDTH
-from .cpu import _inline, _jit
 
 
-@_jit
+@jit
 def sort_by_width(width: Any, order: Any, place: Any, sizes: Any) -> int:
     """Channels by falling width, each width padded to whole lanes.
 
@@ -40,7 +40,7 @@ def sort_by_width(width: Any, order: Any, place: Any, sizes: Any) -> int:
     return at
 
 
-@_jit
+@jit
 def pack(codes: Any, sizes: Any, block: int, blocks: int, rows: Any, planes: Any) -> None:
     """Write eight tokens' codes, sorted by width, into the planes of all widths.
 
@@ -72,7 +72,7 @@ def pack(codes: Any, sizes: Any, block: int, blocks: int, rows: Any, planes: Any
         start = end
 
 
-@_jit
+@jit
 def unpack(planes: Any, sizes: Any, block: int, blocks: int, rows: Any, codes: Any) -> None:
     """The inverse of :func:`pack`; rows: scratch, uint8 [MAX_WIDTH + 1, LANES]."""
     places = codes.shape[1]
@@ -94,7 +94,7 @@ def unpack(planes: Any, sizes: Any, block: int, blocks: int, rows: Any, codes: A
         start += blocks * bits * n
 
 
-@_inline
+@inline
 def reorder(codes: Any, order: Any, word: Any, moved: Any, out: Any) -> None:
     """Four tokens' codes [4, channels] into another order of channels, by one gather."""
     first, second, third, fourth = codes[0], codes[1], codes[2], codes[3]
