@@ -182,7 +182,7 @@ class CodecConfig(_Section):
         profile: name of the codec's profile.
         anchor_bits, residual_bits: bits an element in either part.
         chunk: tokens that share a scale.
-        alpha: companding strength, 0 for a uniform grid.
+        alpha: companding strength: 0 for a uniform grid, else at least 0.001.
         page_tokens: tokens of one page.
         exact_tokens: most tokens of one object kept unquantized.
         calibration: path of the model's calibration file, made by ``lynx calibrate``.
