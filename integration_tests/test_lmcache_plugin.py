@@ -75,20 +75,26 @@ def test_a_last_chunk_may_be_short(tmp_path):
         assert_same(one.request(TOKENS), q_full(kv, len(TOKENS)))
 
 
+def held_puts(one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Stops puts into the only tier: set once one has begun, and to be set for it to go on."""
+    stopped, go_on = threading.Event(), threading.Event()
+    (tier,) = one.lynx.store.tiers
+    put = tier.put
+
+    def slow(*args: Any) -> None:
+        stopped.set()
+        assert go_on.wait(60)
+        put(*args)
+
+    monkeypatch.setattr(tier, "put", slow)
+    return stopped, go_on
+
+
 def test_storing_does_not_wait_for_a_tier(tmp_path, monkeypatch):
     """The worker is stopped in the middle of a write; the engine's thread goes on."""
     kv = cache(len(TOKENS))
-    stopped, go_on = threading.Event(), threading.Event()
     with engine(tmp_path, nvme(tmp_path / "kv")) as one:
-        (tier,) = one.lynx._store.tiers
-        put = tier.put
-
-        def slow(*args: Any) -> None:
-            stopped.set()
-            assert go_on.wait(60)
-            put(*args)
-
-        monkeypatch.setattr(tier, "put", slow)
+        stopped, go_on = held_puts(one, monkeypatch)
         one.store(TOKENS, kv, flush=False)
         assert stopped.wait(60)
         one.store(list(range(9000, 9000 + CHUNK)), kv[:, :, :CHUNK], flush=False)
@@ -243,17 +249,8 @@ def test_clear_reaches_a_server_and_says_when_it_does_not(tmp_path):
 
 def test_clear_waits_for_what_is_being_stored(tmp_path, monkeypatch):
     kv = cache(len(TOKENS))
-    stopped, go_on = threading.Event(), threading.Event()
     with engine(tmp_path, nvme(tmp_path / "kv")) as one:
-        (tier,) = one.lynx.store.tiers
-        put = tier.put
-
-        def slow(*args: Any) -> None:
-            stopped.set()
-            assert go_on.wait(60)
-            put(*args)
-
-        monkeypatch.setattr(tier, "put", slow)
+        stopped, go_on = held_puts(one, monkeypatch)
         one.store(TOKENS, kv, flush=False)
         assert stopped.wait(60)
         clearing = threading.Thread(target=one.lmcache.clear)
