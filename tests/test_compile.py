@@ -25,6 +25,7 @@ def run(script: str, root: Path, **env: str) -> subprocess.CompletedProcess[str]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
     return subprocess.run(
         [sys.executable, "-c", script], env=kept | {"PYTHONPATH": str(root)} | env,
+        cwd=root,  # which comes first on Python's path
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
