@@ -149,12 +149,15 @@ client.close()
 @pytest.mark.skipif(not shutil.which("nft"), reason="a firewall needs nft (nftables)")
 def test_a_client_behind_a_firewall_keeps_out_nobody_else_and_ends_with_its_node(server: int):
     """What the node's UCX sends to the client's own port is dropped: it tries for two minutes."""
-    node = there("ucx_node.py", THERE, "0", "2")
-    assert node.stdout is not None
-    assert node.stdin is not None
-    port = int(node.stdout.readline())
-    run(f"nft add table inet {NAMESPACE}")
     try:
+        run(f"nft add table inet {NAMESPACE}")
+    except subprocess.CalledProcessError as e:
+        pytest.skip(f"no firewall here: {e.stderr.decode().strip()}")
+    node = there("ucx_node.py", THERE, "0", "2")
+    try:
+        assert node.stdout is not None
+        assert node.stdin is not None
+        port = int(node.stdout.readline())
         run(f"nft add chain inet {NAMESPACE} input {{ type filter hook input priority 0 ; }}")
         run(
             f"nft add rule inet {NAMESPACE} input iifname {DEVICE} "
