@@ -225,14 +225,19 @@ def test_clear_forgets_everything_of_this_model_and_nothing_else(tmp_path, setti
         assert_same(one.request(TOKENS), q_full(kv, FULL))
 
 
+def redis_alone(server: Server) -> dict[str, Any]:
+    """Lynx's settings with no tier but this server."""
+    return {
+        "memory": {"enabled": False},
+        "redis": {"url": server.url, "timeout_seconds": 0.5, "retries": 0},
+    }
+
+
 @needs_redis
 def test_clear_reaches_a_server_and_says_when_it_does_not(tmp_path):
     kv = cache(len(TOKENS))
     with running(Server(tmp_path / "redis")) as server:
-        lynx = {
-            "memory": {"enabled": False},
-            "redis": {"url": server.url, "timeout_seconds": 0.5, "retries": 0},
-        }
+        lynx = redis_alone(server)
         with (
             engine(tmp_path, lynx, model="another") as other,
             engine(tmp_path, lynx) as one,
@@ -437,10 +442,7 @@ def test_a_full_disk_costs_the_cache_and_no_request(tmp_path):
 def test_redis_killed_between_lookup_and_load(tmp_path):
     kv = cache(len(TOKENS))
     with running(Server(tmp_path / "redis")) as server:
-        lynx = {
-            "memory": {"enabled": False},
-            "redis": {"url": server.url, "timeout_seconds": 0.5, "retries": 0},
-        }
+        lynx = redis_alone(server)
         with engine(tmp_path, lynx) as one:
             one.store(TOKENS, kv)
             assert_same(one.request(TOKENS), q_full(kv, FULL))
